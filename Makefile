@@ -18,7 +18,7 @@ BENCH_INSTALLED := $(BENCH_VENV)/installed
 # Waiting threads that spin take the cores from those that work.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: demo digits quick test slow test-all check nightly mutants torch-versions ignite-suite simulated-accelerator xla-test wheel-test curve bench bench-gpu clean
+.PHONY: demo digits quick test slow test-all check nightly mutants torch-versions ignite-suite libraries simulated-accelerator xla-test wheel-test curve bench bench-gpu clean
 
 demo: $(INSTALLED)  ## train the language model; NPROC=2 for two processes
 	@echo "Training a small GPT on the source text of Python's standard library, for some minutes. Ctrl-C stops and saves it."
@@ -46,6 +46,7 @@ check: $(INSTALLED)
 
 nightly: $(INSTALLED)  ## the tests that take longer than the gate allows
 	$(COMPILED) $(BIN)/python -m pytest -q -m nightly
+	IGNITE_TRAIN_FAST=0 $(COMPILED) $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal -p no:cacheprovider
 
 mutants: $(INSTALLED)  ## change the library at random and see which changes no test notices; N=300 SEED=1 for others
 	$(BIN)/python tests/mutants.py --slow --number $(N) --seed $(SEED) --jobs 2
@@ -55,6 +56,9 @@ torch-versions:  ## the tests with the oldest and the newest torch, into docs/to
 
 ignite-suite: $(INSTALLED)  ## Ignite's own tests, and the code of its documentation, with our trainer in the place of its Engine; PARTS="engine" for some, PARTS=--pre for the newest pre-release, IGNITE_SOURCE=path offline
 	$(BIN)/python tests/ignite_suite/run.py $(PARTS)
+
+libraries: $(INSTALLED)  ## training with the libraries that people use, into docs/libraries.md; LIBRARIES="timm peft" for some; downloads some GB once
+	$(BIN)/python tests/libraries/run.py $(LIBRARIES)
 
 simulated-accelerator:  ## the tests on an accelerator that is simulated on the CPU, see docs/accelerators.md; builds it once; ACCELERATOR_SOURCE=path offline
 	$(PYTHON) tests/simulated_accelerator.py
@@ -112,4 +116,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(XLA_VENV) .venv-accelerator .venv-torch-* .ignite-suite build dist *.egg-info runs
+	rm -rf $(VENV) $(BENCH_VENV) $(XLA_VENV) .venv-libraries .venv-accelerator .venv-torch-* .ignite-suite build dist *.egg-info runs

@@ -17,6 +17,7 @@ import os
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -194,8 +195,9 @@ def measure_updates(megabytes: float, repetitions: int, directory: Path, device:
             checkpoint.save()
             update()
             started, times = time.perf_counter(), list[float]()
-            durably, removal = checkpoint.saver._durable, checkpoint.saver.directory.removal  # or it has failed
-            while not durably.is_set() or not removal.wait(0):
+            durably, removed = checkpoint.saver._durable, threading.Event()  # or it has failed
+            checkpoint.saver._started().put(removed.set)
+            while not removed.is_set():
                 times.append(update())
                 if durably.is_set() and len(durable) < number + 1:
                     durable.append(time.perf_counter() - started)

@@ -355,15 +355,20 @@ def ignite_train_compiled(work: Work) -> Outcome:
     return outcome
 
 
+def ignite_train_plain(work: Work) -> Outcome:
+    """Without accelerations."""
+    return run_trainer(work, trainer_of(work, fast=False))
+
+
 def check_compiled(trainer: Trainer) -> None:
     """Raises an AssertionError if updates are not compiled as a whole, which a trainer only logs."""
-    update: Any = trainer._update
-    if not update._graphs or update._obstacle is not None:
-        raise AssertionError(f"updates are not compiled as a whole, since {update._obstacle}")
+    gather: Any = trainer.process.gather
+    if not gather._graphs or gather._obstacle is not None:
+        raise AssertionError(f"updates are not compiled as a whole, since {gather._obstacle}")
 
 
-def trainer_of(work: Work, *, compiled: bool | Literal["update"] = False) -> Trainer:
-    """A trainer with nothing attached."""
+def trainer_of(work: Work, *, compiled: bool | Literal["update"] = False, fast: bool = True) -> Trainer:
+    """A trainer with nothing attached; `fast=False` leaves accelerations out."""
     return create_trainer(
         work.model if work.reduction == "explicit" else work.wrapped(),
         work.optimizer,
@@ -372,7 +377,7 @@ def trainer_of(work: Work, *, compiled: bool | Literal["update"] = False) -> Tra
         max_grad_norm=work.max_grad_norm,
         precision=work.precision,
         compile=compiled,
-        options=UpdateOptions(reduction=work.reduction),
+        options=UpdateOptions(reduction=work.reduction, fast=fast),
     )
 
 

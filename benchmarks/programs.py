@@ -44,6 +44,8 @@ PROGRAMS = {
     "clip": ("a loss of the whole batch of all ranks, with accumulation", 50),
     "vae": ("a schedule in the loss; steps along the sum; logs with denominators of their own", 80),
     "maml": ("an inner step that is differentiated", 20),
+    "ppo": ("rounds: a rollout, and updates on it until the policy has moved far; saved at the end of a round", 4),
+    "prioritised_replay": ("errors of single samples, of all ranks, by which the loop samples; a target network", 30),
 }
 
 

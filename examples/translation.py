@@ -286,7 +286,7 @@ def attach_handlers(trainer: Trainer, evaluator: Evaluator, optimizer: torch.opt
         every_epochs=1,
         every=settings.save_interval_updates or None,
         keep=settings.average,
-        best=metric,
+        score=metric,
         mode=mode,
         config=asdict(settings),
     )

@@ -1,4 +1,21 @@
-"""Ready-made handlers, imported as `ignite_train.handlers`. Each is one file; none imports another."""
+"""Ready-made handlers, imported as `ignite_train.handlers`. Each is one file; none imports another.
+
+The example of a handler uses public names of `ignite_train`, an empty `directory`, and these; so it begins::
+
+    import csv, json, signal
+
+    import torch
+    from ignite.engine import Events
+
+    def forward(model, x):
+        return model(x).square().mean()
+
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = create_trainer(model, optimizer, forward)
+    evaluator = create_evaluator(model, forward)
+    data = [torch.ones(8, 3)] * 4
+"""
 
 from ignite_train.handlers.checkpoint import BestCheckpoint, Checkpoint
 from ignite_train.handlers.curvature_monitor import CurvatureMonitor
@@ -32,6 +49,7 @@ from ignite_train.handlers.tensorboard import TensorBoard
 from ignite_train.handlers.time_limit import TimeLimit
 from ignite_train.handlers.training_metrics import TrainingMetrics
 from ignite_train.handlers.validation import Validation
+from ignite_train.other_words import refuse_import
 
 __all__ = [
     "BestCheckpoint",
@@ -75,3 +93,8 @@ __all__ = [
     "Validation",
     "predict",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Answers a name of another library."""
+    raise refuse_import(__name__, "ignite_train", name)

@@ -13,14 +13,13 @@ from typing import Any, Literal, NamedTuple
 from ignite.engine import Engine, Events
 from torch import nn
 
-from ignite_train.arguments import one_of, path_of, positive_int
+from ignite_train.arguments import directory_of, mapping_of, one_of, positive_int
 from ignite_train.checkpoint.cadence import Cadence
-from ignite_train.checkpoint.capture import capture
-from ignite_train.checkpoint.config import handler_settings, plain_config, versions
+from ignite_train.checkpoint.capture import capture, handler_settings, plain_config, versions
 from ignite_train.checkpoint.directory import Contents, together
 from ignite_train.checkpoint.disk import refuse_other_systems
+from ignite_train.checkpoint.found import best
 from ignite_train.checkpoint.held_state import HeldState
-from ignite_train.checkpoint.inspection import best
 from ignite_train.checkpoint.manifest import Manifest, seal
 from ignite_train.checkpoint.resume import Resumption, log_how_exact
 from ignite_train.checkpoint.retention import Retention
@@ -84,8 +83,8 @@ class Checkpoint(Handler):
             always saved.
         keep: how many of the newest checkpoints stay.
         keep_every: checkpoints whose update is a multiple of this are never removed.
-        best: name of a metric of the evaluator. Whenever it is the best so far, that state is saved too. Of several evaluations
-            after the same update the first counts.
+        score: name of a metric of the evaluator. Whenever it is the best so far, that state is saved too. Of several
+            evaluations after the same update the first counts.
         mode: whether the best is the `"min"` or the `"max"`; None: the words of its name decide, such as loss, error and
             perplexity, or accuracy, bleu, f1 and auc, and the log says how.
         keep_best: how many of the best checkpoints stay.
@@ -117,14 +116,10 @@ class Checkpoint(Handler):
         NotImplementedError: the system lacks calls that checkpoints need, as Windows does.
 
     Example:
-        >>> import tempfile
-        >>> import torch
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import Checkpoint
         >>> model = torch.nn.Linear(4, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
-        >>> checkpoint = Checkpoint(tempfile.mkdtemp(), every=3)
+        >>> trainer = create_trainer(model, optimizer, forward)
+        >>> checkpoint = Checkpoint(directory, every=3)
         >>> checkpoint.attach(trainer)
         >>> state = trainer.run([torch.ones(2, 4)] * 4, max_epochs=1)  # started again, the same command would resume
         >>> checkpoint.latest.name
@@ -142,7 +137,7 @@ class Checkpoint(Handler):
         every_epochs: int | None = None,
         keep: int = 2,
         keep_every: int | None = None,
-        best: str | None = None,
+        score: str | None = None,
         mode: Literal["min", "max"] | None = None,
         keep_best: int = 1,
         to_save: Mapping[str, Stateful] | None = None,
@@ -155,16 +150,16 @@ class Checkpoint(Handler):
         on_changed_data: Literal["raise", "warn"] = "raise",
     ) -> None:
         refuse_other_systems()
-        self.directory = _checked_directory(path_of("directory", directory).absolute())
+        self.directory = directory_of("directory", directory).absolute()
         retention = Retention(
             last=positive_int("keep", keep),
             best=positive_int("keep_best", keep_best),
-            lower_is_better=_lower_is_better(best, mode),
+            lower_is_better=_lower_is_better(score, mode),
             every=None if keep_every is None else positive_int("keep_every", keep_every),
-            metric=best,
+            metric=score,
         )
         self.cadence = Cadence(
-            every=every, every_seconds=every_seconds, every_epochs=every_epochs, best=best, retention=retention
+            every=every, every_seconds=every_seconds, every_epochs=every_epochs, score=score, retention=retention
         )
         self.saver = CheckpointWriter(
             self.directory,
@@ -173,7 +168,7 @@ class Checkpoint(Handler):
             warns=one_of("on_error", on_error, ("raise", "warn")) == "warn",
             give_up_after=positive_int("give_up_after", give_up_after),
         )
-        self.to_save, self.config = checked_objects(to_save or {}), dict(config or {})
+        self.to_save, self.config = checked_objects(to_save or {}), mapping_of("config", config)
         self.on_changed_data = one_of("on_changed_data", on_changed_data, ("raise", "warn"))
         self.held_seconds = self.total_held_seconds = 0.0
         self._rules, self._held = StateRules(leave_out, script_wins), HeldState()
@@ -221,11 +216,20 @@ class Checkpoint(Handler):
         self.saver.wait()
         found = together(collectives.gather_objects, "looking for the best checkpoint", lambda: self.best)[0]
         if found is None:
-            raise CheckpointError(f"{self.directory} has no checkpoint with a score; pass Checkpoint(..., best='loss')")
+            raise CheckpointError(f"{self.directory} has no checkpoint with a score; pass Checkpoint(..., score='loss')")
         model = run.objects().model
         together(collectives.gather_objects, f"loading {found.path}", lambda: restore_model(found.path, model))
         self.cadence.note_loaded()
         return found
+
+    def scores(self) -> list[tuple[Engine, str | None]]:
+        """The one by which a state is the best, if one was named."""
+        evaluator, score = None if self._run is None else self._run.evaluator, self.cadence.score
+        return [] if evaluator is None or score is None else [(evaluator, score)]
+
+    def rows_at_end(self) -> list[tuple[str, str]]:
+        """The directory."""
+        return [("files", f"{self.directory} (Checkpoint)")]
 
     def attach(self, trainer: Trainer, *, evaluator: Engine | None = None) -> None:
         """Saves during each run of `trainer`, and lets `trainer.run` resume.
@@ -236,7 +240,7 @@ class Checkpoint(Handler):
                 an attached `Validation` runs. Any engine of Ignite.
 
         Raises:
-            ValueError: the trainer has a `Checkpoint` already, or this one has a trainer, or `best` is given without an
+            ValueError: the trainer has a `Checkpoint` already, or this one has a trainer, or `score` is given without an
                 evaluator.
             TypeError: the `state_dict` of an optimizer does not have the form of torch's.
         """
@@ -247,11 +251,11 @@ class Checkpoint(Handler):
                 "Checkpoint must be attached to one trainer, got a second; make another in a directory of its own, or pass the "
                 "second trainer to the first in to_save"
             )
-        if self.cadence.best is not None and evaluator is None:
-            raise ValueError(f"best={self.cadence.best!r} needs an evaluator; pass attach(trainer, evaluator=...)")
-        if self.cadence.best is not None:  # so that the score in a manifest can be read without the script
+        if self.cadence.score is not None and evaluator is None:
+            raise ValueError(f"score={self.cadence.score!r} needs an evaluator; pass attach(trainer, evaluator=...)")
+        if self.cadence.score is not None:  # so that the score in a manifest can be read without the script
             mode = "min" if self.saver.retention.lower_is_better else "max"
-            trainer.config["best"] = {"metric": self.cadence.best, "mode": mode}
+            trainer.config["best"] = {"metric": self.cadence.score, "mode": mode}
         run = SavedRun(trainer, self.to_save, evaluator)
         run.refuse_odd_optimizers()
         self._run = run
@@ -309,12 +313,12 @@ class Checkpoint(Handler):
         if collectives.is_main_rank() and not self._has_warned and trainer.state.dataloader is not None:
             log_how_exact(trainer.state.dataloader)
             self._has_warned = True
-        self.cadence.start(None if self.cadence.best is None else self._best_on_disk())
+        self.cadence.start(None if self.cadence.score is None else self._best_on_disk())
 
     def _follow_evaluations(self) -> None:
         """Looks at the score after all other handlers of the evaluation. On a stock engine it is moved to the end."""
         evaluator, event = self._attached()[0].evaluator, Events.COMPLETED
-        if evaluator is None or self.cadence.best is None:
+        if evaluator is None or self.cadence.score is None:
             return
         is_attached = evaluator.has_event_handler(self._after_evaluation, event)
         if not isinstance(evaluator, Dispatcher):
@@ -342,8 +346,9 @@ class Checkpoint(Handler):
 
     def _try_out(self, trainer: Trainer) -> None:
         """After all other handlers of STARTED: an error that each save would meet is found before the first batch."""
-        seal(self._manifest(trainer))
-        self.saver.try_out(self._capture())
+        run, _ = self._attached()
+        seal(self._manifest(run))
+        self.saver.try_out(self._capture(run))
         self._untried_until = trainer.state.num_steps  # an optimizer has no state before its first step
 
     # --- when the run is saved --------------------------------------------------------------------------------------------
@@ -359,7 +364,8 @@ class Checkpoint(Handler):
     def _after_update(self, trainer: Trainer) -> None:
         if trainer.state.num_steps > self._untried_until:
             self._untried_until = math.inf
-            contents, run = self._capture(), self._attached()[0]
+            run, _ = self._attached()
+            contents = self._capture(run)
             self.saver.try_reading(lambda: check_contents(contents, run, self._rules))
         is_last = trainer.should_terminate  # then the handlers of the end come next, and they save
         if not is_last and self.cadence.is_due_after_update(trainer.state.iteration):
@@ -410,24 +416,23 @@ class Checkpoint(Handler):
             for trainer in (run.trainer, *run.trainers.values()):
                 trainer.verify_ranks()  # a state on which the ranks do not agree must not be saved
                 trainer.warn_if_spoilt()
-            self.saver.save(self._capture(), self._manifest(run.trainer), is_last=is_last)
+            self.saver.save(self._capture(run), self._manifest(run), is_last=is_last)
         self.cadence.note_save(self._moment(), run.trainer.state.iteration, started)
         self.held_seconds = time.monotonic() - started
         self.total_held_seconds += self.held_seconds
 
-    def _capture(self) -> Contents:
+    def _capture(self, run: SavedRun) -> Contents:
         """What this rank writes; warns of state that no checkpoint holds."""
-        run, _ = self._attached()
         contents = capture(run, self._rules)
         if collectives.is_main_rank() and contents.failure is None:
-            saved = [piece.data for piece in contents.pieces.values()]
+            saved = (piece.data for piece in contents.pieces.values())
             self._held.warn(run.engines, saved, run.modules(), self._rules.leave_out)
-            self._warn_of_empty(contents)
+            self._warn_of_empty(run, contents)
         return contents
 
-    def _warn_of_empty(self, contents: Contents) -> None:
+    def _warn_of_empty(self, run: SavedRun, contents: Contents) -> None:
         """Warns once of each object of the user's that gives nothing to save: metrics of torchmetrics do not by default."""
-        has_begun = self._attached()[0].trainer.state.iteration > 0
+        has_begun = run.trainer.state.iteration > 0
         for name, entry in self.to_save.items():
             is_empty = contents.trees.get(f"to_save/{name}") == _EMPTY
             if is_empty and name not in self._empty and (has_begun or isinstance(entry, nn.Module)):
@@ -437,9 +442,9 @@ class Checkpoint(Handler):
                     "torchmetrics, call metric.persistent(True) before the run"
                 )
 
-    def _manifest(self, trainer: Trainer) -> Manifest:
+    def _manifest(self, run: SavedRun) -> Manifest:
         """What is known of the checkpoint so far; the files and the serial number are added when it is committed."""
-        state = trainer.state
+        state = run.trainer.state
         score = self.cadence.score_of(state.iteration)
         return Manifest(
             update=state.iteration,
@@ -447,7 +452,7 @@ class Checkpoint(Handler):
             serial=0,
             world_size=collectives.world_size(),
             score=None if score is None or not math.isfinite(score) else score,
-            config=plain_config(self.config, trainer.config, handler_settings(self._attached()[0].engines)),
+            config=plain_config(self.config, run.trainer.config, handler_settings(run.engines)),
             versions=versions(),
             files={},
         )
@@ -463,20 +468,5 @@ class Checkpoint(Handler):
         return self._run, self._resumption
 
 
-def _lower_is_better(best: str | None, mode: Literal["min", "max"] | None) -> bool:
-    return best is None or score_mode(best, mode, of="Checkpoint") == "min"
-
-
-def _checked_directory(directory: Path) -> Path:
-    """Raises ValueError if checkpoints can never be written there."""
-    if directory.exists():
-        if not directory.is_dir():
-            raise ValueError(f"directory must be a directory, or not exist yet, got the file {str(directory)!r}")
-        return directory
-    for path in (directory, *directory.parents):
-        if path.is_symlink() and not path.exists():
-            raise ValueError(
-                f"directory must be a directory, or not exist yet, got {str(directory)!r}, where {str(path)!r} is a link to a "
-                "path that does not exist; create its target, or remove the link"
-            )
-    return directory
+def _lower_is_better(score: str | None, mode: Literal["min", "max"] | None) -> bool:
+    return score is None or score_mode(score, mode, of="Checkpoint") == "min"

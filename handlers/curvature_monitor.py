@@ -30,12 +30,10 @@ class CurvatureMonitor(Handler):
     the mean over the update's micro-batches on all ranks, at the weights after the step. Plain gradient descent diverges along
     that direction where λ > 2 / learning rate. DeepSpeed's eigenvalues are the same, divided by the largest of all blocks.
 
-    The power iteration (G. Golub and C. Van Loan, Matrix Computations, 7.3) repeats v ← Hv / ‖Hv‖ from a random v, with
-    λ = vᵀHv, until ‖Hv - λv‖ ≤ `tolerance` · |λ|: some eigenvalue is then that close to λ. Each step of it costs a forward and
-    two backwards of the group, reads of the device, and on several ranks an all-reduce of the size of the block. Between two
-    looks it does nothing. What forward changes is put back: random state, also of generators that it or a module
-    holds; buffers and attributes of modules; parameters that it moves; `state.carried`. So each step sees the same dropout
-    masks, and a run with it has the bits of one without. What forward keeps outside of the modules is not put back.
+    The power iteration (G. Golub and C. Van Loan, Matrix Computations, 7.3) repeats v ← Hv / ‖Hv‖ from a random v, with λ =
+    vᵀHv, until ‖Hv - λv‖ ≤ `tolerance` · |λ|. Each step of it costs a forward and two backwards of the group, reads of the
+    device, and on several ranks an all-reduce of the size of the block. All that forward changes is put back, so that a run
+    with it has the bits of one without; except for what forward keeps outside of the modules.
 
     Forward runs without autocast, without `torch.compile` and without the wrapper. It must be differentiable twice: fused
     attention is not, so use `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` in it. Sharded models are refused. All ranks
@@ -54,11 +52,6 @@ class CurvatureMonitor(Handler):
         ValueError: a value is out of range, or a block has no trainable parameters.
 
     Example:
-        >>> import torch
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import CurvatureMonitor
-        >>> def forward(model, x):
-        ...     return model(x).square().mean()
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
         >>> handle = CurvatureMonitor(forward, every=2).attach(trainer)
@@ -94,7 +87,6 @@ class CurvatureMonitor(Handler):
             TypeError: its model is sharded.
         """
         model = trainer.model
-        assert isinstance(model, nn.Module)  # noqa: S101  # for the type
         self._model = unwrap(model)
         if any(isinstance(module, FSDPModule) for module in self._model.modules()):
             raise TypeError("CurvatureMonitor needs all parameters on each rank, and the model of this trainer is sharded")

@@ -45,17 +45,10 @@ class EarlyStopping(ScoreHandler):
         ValueError: an argument has an invalid value, or neither `patience` nor `target` is given.
 
     Example:
-        >>> import torch
-        >>> from ignite_train import create_evaluator, create_trainer
-        >>> from ignite_train.handlers import EarlyStopping, Validation
-        >>> def forward(model, x):
-        ...     return model(x).square().mean()
-        >>> model = torch.nn.Linear(3, 1)
         >>> trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1.0), forward)
-        >>> evaluator = create_evaluator(model, forward)
         >>> EarlyStopping(evaluator, patience=2).attach(trainer)
         >>> handle = Validation(evaluator, [torch.ones(8, 3)]).attach(trainer)
-        >>> trainer.run([torch.ones(8, 3)] * 4, max_epochs=9).epoch  # the learning rate is too high: the loss only grows
+        >>> trainer.run(data, max_epochs=9).epoch  # the learning rate is too high: the loss only grows
         3
     """
 

@@ -34,13 +34,6 @@ class EmptyCache(Handler, Piggyback):
         TypeError, ValueError: `fragmentation` is not a number in (0, 1].
 
     Example:
-        >>> import torch
-        >>> from ignite.engine import Events
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import EmptyCache
-        >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
         >>> handle = EmptyCache().attach(trainer, Events.ITERATION_COMPLETED(every=500))  # after updates 500, 1000, ...
         >>> handle = EmptyCache(fragmentation=0.3).attach(trainer, Events.ITERATION_COMPLETED(every=50))
     """

@@ -53,56 +53,38 @@ class PeerFailureError(TrainingError, RuntimeError):
         self.rank, self.update, self.error = rank, update, error
         super().__init__(f"rank {rank} failed at update {update}: {error}")
 
-    def __reduce__(self) -> tuple[type[PeerFailureError], tuple[int, int, str]]:
-        return type(self), (self.rank, self.update, self.error)
-
 
 class FailureBoard(Handler):
-    """Ends all ranks within seconds, with a line that names the cause, when one of them raises in `trainer.run` or is killed.
+    """Ends all ranks within seconds, with a line that names the cause, when a rank raises in `trainer.run` or is killed.
 
-    Without it the other ranks wait in their next collective until its timeout (10 or 30 minutes), or until the failed process
-    ends and a connection breaks. All ranks attach it alike: STARTED is collective. In a single process it does nothing.
+    Without it the other ranks wait in their next collective until its timeout (10 or 30 minutes), or until a connection breaks.
+    All ranks attach it alike: STARTED is collective. In a single process it does nothing.
 
-    The rank that raises, anywhere in the run, first writes its rank, update and exception to the store at which the
-    ranks met; then its exception is raised unchanged, as soon as all others have read that, at most four seconds later. Only
-    the first failure of a run is kept: errors that follow from it are not written. On every rank a thread looks at the store
-    four times a second, through a connection of its own. When it finds the failure of another rank it logs
-    `rank 1 failed at update 5: RuntimeError: ...` as an error, and then
+    A rank that raises first writes its rank, update and exception to the store at which the ranks met. Its exception is raised
+    unchanged as soon as all others have read that, at most four seconds later. Only the first failure of a run is kept. On
+    every rank a thread looks at the store four times a second, through a connection of its own. When it finds the failure of
+    another rank it logs `rank 1 failed at update 5: RuntimeError: ...` as an error, and then
 
-    - a main thread that is still running raises `PeerFailureError` at the next event of the trainer. The handler for that is
-      attached only then, so that it costs an update nothing. (An exception thrown into the main thread from outside would
-      also end, for example, a long validation, but it could be raised inside any `finally` or `with`.)
-    - a main thread that ends with an exception of its own, because the connection broke or because all ranks raise alike,
-      keeps it. A note about the first failure is added, unless it says the same.
-    - a main thread that does neither within a second waits in a collective, or is busy elsewhere. A wait in gloo cannot be
-      interrupted, so the process ends with status 1: logs are flushed, but no `finally` and no `atexit` runs.
+    - a main thread that is still running raises `PeerFailureError` at the next event of the trainer;
+    - a main thread that ends with an exception of its own keeps it, with a note about the first failure, unless they are alike;
+    - where the main thread does neither within a second, it most likely waits in a collective of gloo, which cannot be
+      interrupted. The process ends with status 1: logs are flushed, but no `finally` and no `atexit` runs.
 
-    A process that is killed writes nothing. Most often its connections break, so that another rank fails. But gloo does not
-    wake a thread whose message to that process is half written, so each rank also looks up the processes on its own machine,
-    four times a second. If one is gone in the middle of its run, and the main thread has not come out within a second, the
-    board says `rank 1 failed at update 5: its process is no longer running`, with the update of the rank that found it. Each
-    rank that fails or learns of a failure waits for the answers of the others. A rank that does not answer is named, in the log
-    and in a note on the exception: at once as `rank 1 is gone: no longer running` if its process is on the same machine and can
-    be looked up, otherwise as `rank 1 is gone or standing still: no answer came within 2 s`. If the process that holds the
-    store was killed, which is rank 0's unless the ranks met in a file or torchrun started them, no rank can answer, and the
-    line is `rank 0, which hosts the store, is gone`; the others end then too, but for one that cannot look up that process,
-    because it ran on another machine: it ends when its main thread has stood in one collective for a minute. A rank whose run
-    ended normally is not named. A launcher that sends SIGTERM to the other ranks at once, as `idist.Parallel` and torchrun do,
-    leaves no time for that and names the rank itself; with `StopOnSignal` attached both happen.
+    A process that is killed writes nothing, and gloo does not wake a thread that sends to it. So each rank also looks up the
+    processes on its own machine, and says `rank 1 failed at update 5: its process is no longer running`. Each rank that fails
+    or learns of a failure waits for the answers of the others, and names those without one: `rank 1 is gone: no longer running`
+    where the process can be looked up, else `rank 1 is gone or standing still: no answer came within 2 s`. If the process that
+    holds the store was killed, which is rank 0's unless the ranks met in a file or torchrun started them, the line is `rank 0,
+    which hosts the store, is gone`, and the others end: on another machine once the main thread has stood in one collective for
+    a minute. A launcher that sends SIGTERM to the other ranks at once, as `idist.Parallel` and torchrun do, leaves no time for
+    that and names the rank itself; with `StopOnSignal` attached both happen.
 
-    The messages carry a code that only these ranks can make, see `ignite_train.ranks.sealed_messages`. An error raised
-    before STARTED, such as a wrong argument on one rank alone, is not noticed. Tried with gloo over a file, over TCP and under
-    torchrun; not with NCCL.
+    The messages carry a code that only these ranks can make, see `ignite_train.ranks.sealed_messages`. An error before STARTED,
+    such as a wrong argument on one rank alone, is not noticed. Tried with gloo, not with NCCL.
 
     Example:
-        >>> import torch
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import FailureBoard
-        >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
         >>> FailureBoard().attach(trainer)
-        >>> trainer.run([torch.ones(8, 3)] * 4, max_epochs=1).iteration
+        >>> trainer.run(data, max_epochs=1).iteration
         4
     """
 
@@ -275,7 +257,7 @@ class _Watch(threading.Thread):
     def _ends_by_itself(self) -> bool:
         """Whether the main thread ends the run within a second.
 
-        The second consists of parts, so that a process that stands still in one of them, as on a busy machine, has the others.
+        The second consists of parts: a process that stands still in a part, as on a busy machine, has the others.
         """
         return any(self._over.wait(_PATIENCE_SECONDS / _PARTS) for _ in range(_PARTS))
 

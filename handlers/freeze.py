@@ -20,17 +20,12 @@ class Freeze(Handler):
     """Keeps the parameters of a module unchanged until a number of steps has been made.
 
     The gradients of frozen parameters are dropped after the last backward of each update, before the norm is taken. So they are
-    neither in the norm nor in the step: no weight decay, no momentum and no clipping by gradients that are not used. A value
-    that is not finite among them skips no update. `requires_grad` stays True, because `DistributedDataParallel` decides when
-    it is built which gradients it reduces. Backward still computes these gradients, and they cross the ranks; freeze with
-    `requires_grad_(False)`, before the model is wrapped, what never trains.
+    neither in the norm nor in the step, and a value that is not finite among them skips no update. `requires_grad` stays True,
+    because `DistributedDataParallel` decides when it is built which gradients it reduces. Backward still computes these
+    gradients, and they cross the ranks; freeze with `requires_grad_(False)`, before the model is wrapped, what never trains.
 
-    Parameters begin to train with fresh moments. Buffers are not frozen: call `module.eval()` before the run, and
-    normalisation layers in it neither use nor update the statistics of a batch.
-
-    It has no state: a resumed run freezes the same parameters, because it asks the counters of the run. All ranks attach it
-    alike; it works with DistributedDataParallel, `reduction="explicit"` and `fully_shard`. Several of them can thaw a model
-    block by block.
+    Parameters begin to train with fresh moments. Buffers are not frozen: call `module.eval()` before the run. It has no state:
+    a resumed run asks the counters. All ranks attach it alike. Several of them can thaw a model block by block.
 
     Args:
         module: a module of the model, or some of its parameters.
@@ -42,16 +37,13 @@ class Freeze(Handler):
         ValueError: `until` is below 1.
 
     Example:
-        >>> import torch
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import Freeze
         >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
         >>> trainer = create_trainer(
-        ...     model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).square().mean()
+        ...     model, torch.optim.SGD(model.parameters(), lr=0.1), forward
         ... )
         >>> Freeze(model[0], until=4).attach(trainer)
         >>> before = model[0].weight.clone()
-        >>> state = trainer.run([torch.ones(8, 3)] * 4, max_epochs=1)
+        >>> state = trainer.run(data, max_epochs=1)
         >>> bool((model[0].weight == before).all())
         True
     """

@@ -23,13 +23,6 @@ class GarbageCollection(Handler):
     automatic collection is as it was before.
 
     Example:
-        >>> import torch
-        >>> from ignite.engine import Events
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import GarbageCollection
-        >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
         >>> handle = GarbageCollection().attach(trainer, Events.ITERATION_COMPLETED(every=500))  # after updates 500, 1000, ...
     """
 

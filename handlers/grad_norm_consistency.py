@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from ignite.engine import Events, RemovableEventHandle
@@ -69,9 +67,6 @@ class GradNormMismatchError(TrainingError, RuntimeError):
             "communication hook, or a change of .grad that is not the same on every rank"
         )
 
-    def __reduce__(self) -> Any:
-        return partial(type(self), all_differ=self.all_differ), (self.update, self.norms, self.parameters)
-
 
 class GradNormConsistency(PiggybackHandler):
     """Compares the gradient norms of all ranks and raises `GradNormMismatchError` on each of them when they differ.
@@ -93,15 +88,8 @@ class GradNormConsistency(PiggybackHandler):
         TypeError, ValueError: `tolerance` is not a number greater than 0.
 
     Example:
-        >>> import torch
-        >>> from ignite.engine import Events
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import GradNormConsistency
-        >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
         >>> handle = GradNormConsistency().attach(trainer, Events.ITERATION_COMPLETED(every=2))
-        >>> trainer.run([torch.ones(8, 3)] * 4, max_epochs=1).num_steps
+        >>> trainer.run(data, max_epochs=1).num_steps
         4
     """
 

@@ -66,14 +66,11 @@ class GradientMonitor(Handler):
         TypeError, ValueError: `every` or `depth` is not a positive integer.
 
     Example:
-        >>> import torch
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import GradientMonitor
         >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
+        >>> trainer = create_trainer(model, optimizer, forward)
         >>> GradientMonitor(every=2).attach(trainer)
-        >>> sorted(trainer.run([torch.ones(8, 3)] * 4).metrics)  # doctest: +NORMALIZE_WHITESPACE
+        >>> sorted(trainer.run(data).metrics)  # doctest: +NORMALIZE_WHITESPACE
         ['dead_layers', 'layer_grad_norm/0', 'layer_grad_norm/1', 'layer_weight_norm/0', 'layer_weight_norm/1',
          'update_ratio/0', 'update_ratio/1']
     """
@@ -96,20 +93,18 @@ class GradientMonitor(Handler):
         """Looks at updates of `trainer`."""
         is_next = Events.ITERATION_COMPLETED(event_filter=lambda _, update: (update + 1) % self.every == 0)
         trainer.add_event_handler(is_next, self._begin)
-        trainer.on_enter.append(self._begin_if_due)
+        trainer.on_enter.append(self._begin)
         trainer.on_exit.append(self._end)
 
-    def _begin_if_due(self, trainer: Trainer) -> None:
-        if (trainer.state.iteration + 1) % self.every == 0:
-            self._begin(trainer)
-
     def _begin(self, trainer: Trainer) -> None:
-        """Listens in the next update only: with a handler of GRADIENTS_READY an update waits for the host before its step.
+        """Listens in the next update, if it is due, and in no other.
 
-        A handler of ITERATION_STARTED would cost something in each update: it may stop the run, and then what the loader has
-        drawn is taken back.
+        With a handler of GRADIENTS_READY an update waits for the host before its step. A handler of ITERATION_STARTED would
+        cost something in each update: it may stop the run, and then what the loader has drawn is taken back.
         """
         self._end()
+        if (trainer.state.iteration + 1) % self.every:
+            return
         events = (
             (TrainEvents.GRADIENTS_READY, self._before_step),
             (TrainEvents.STEP_COMPLETED, self._after_step),
@@ -124,9 +119,9 @@ class GradientMonitor(Handler):
 
     def _before_step(self, trainer: Trainer) -> None:
         model = trainer.model
-        assert isinstance(model, nn.Module)  # noqa: S101  # create_trainer passes a module
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()]
-        self._layers = [self._layer(name) for name, _ in named]
+        paths = [name.replace("_orig_mod.", "").split(".")[:-1] for name, _ in named]
+        self._layers = [".".join(path[: self.depth]) or "model" for path in paths]
         self._parameters = [parameter for _, parameter in named]
         with torch.no_grad():
             weights = _local(self._parameters)
@@ -183,10 +178,6 @@ class GradientMonitor(Handler):
             counts[name] = [a + b for a, b in zip(counts[name], part, strict=True)]
         return {name: Histogram(_EDGES, tuple(map(round, sums))) for name, sums in counts.items()}
 
-    def _layer(self, parameter: str) -> str:
-        parts = parameter.replace("_orig_mod.", "").split(".")[:-1]
-        return ".".join(parts[: self.depth]) or "model"
-
 
 def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors, or the shards of this rank, which share their memory."""
@@ -197,7 +188,9 @@ def _norms(tensors: list[Tensor]) -> Tensor:
     """The L2 norm of each, not read."""
     wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     norms = torch._foreach_norm(tensors, 2.0, dtype=wide)
-    return torch.stack([norm.to(norms[0].device) for norm in norms]).to(_exact(norms[0]))
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).to(
+        torch.float32 if norms[0].device.type == "mps" else torch.float64
+    )
 
 
 def _counts(tensor: Tensor) -> Tensor:
@@ -206,10 +199,6 @@ def _counts(tensor: Tensor) -> Tensor:
     edges = torch.tensor(_EDGES, dtype=values.dtype, device=values.device)
     below = torch.searchsorted(values.sort().values, edges)
     return below.diff()
-
-
-def _exact(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
 def _replicas(parameter: nn.Parameter) -> int:

@@ -32,9 +32,8 @@ _SILENCE_SECONDS = 60.0  # of a rank for which another waits in a collective
 class HangWatch(Handler):
     """Ends all ranks, each with its stacks on standard error, when one of them keeps the others waiting for `timeout_seconds`.
 
-    All ranks attach it alike: STARTED is collective. It costs an update nothing. On every rank a thread reads the trainer's
-    counters about once a second and writes them to the store at which the ranks met. With several ranks it acts in two cases
-    only:
+    All ranks attach it alike: STARTED is collective. It costs an update nothing. On every rank a thread writes the trainer's
+    counters to the store at which the ranks met, about once a second. With several ranks it acts in two cases only:
 
     - A rank has been silent for `timeout_seconds`, or for 60 seconds while another waits for it in a collective (180 by default
       in the first update, more with over 480 ranks): its machine is gone, its process is stopped, or it runs code that does not
@@ -43,22 +42,14 @@ class HangWatch(Handler):
       collective or in backward for as long, and the ranks stand at different places: another rank does not wait, waits
       elsewhere, is in another update, or has left the run.
 
-    So a validation, a save or a rollout that all ranks do at the same time may take any time. One that a single rank does while
-    the others wait for it in a collective must end within `timeout_seconds`. A rank that waits for the thread that writes a
-    checkpoint stands where that thread does: so one whose disk hangs is named while the others wait for it. If no rank makes
-    progress and none waits for another, nothing happens, unless `standstill_seconds` is given.
+    So a validation, a save or a rollout that all ranks do at the same time may take any time; if a single rank does it while
+    the others wait, it must end within `timeout_seconds`. A rank that waits for the thread that writes a checkpoint stands
+    where that thread does, so that a disk that hangs is named. Micro-batches of an evaluator that is attached count as
+    progress. The clock stands still while the process is suspended.
 
-    When it acts, every rank that is still running
-
-    - logs which ranks are behind and where each one is, as an error;
-    - writes the stacks of all its threads to standard error, by `faulthandler`;
-    - ends its process with status 1. A stopped process is left to the launcher.
-
-    The micro-batches of an evaluator that is attached too count as progress. A process that is suspended and woken again, with
-    or without the others, continues: the clock of its watch stands still meanwhile.
-
-    A single process watches itself, and acts when it has made no progress for `timeout_seconds`. Tried with gloo over a file
-    and over TCP; not with NCCL, whose own watchdog may be faster.
+    When it acts, every rank that is still running logs which ranks are behind and where each one is, writes the stacks of all
+    its threads to standard error, and ends its process with status 1. A single process watches itself, and acts when it has
+    made no progress for `timeout_seconds`. Tried with gloo, not with NCCL, whose own watchdog may be faster.
 
     Args:
         timeout_seconds: how long a rank may be silent or keep other ranks waiting.
@@ -71,14 +62,8 @@ class HangWatch(Handler):
         ValueError: `timeout_seconds` is not greater than 0, or one of the others is less than `timeout_seconds`.
 
     Example:
-        >>> import torch
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import HangWatch
-        >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
         >>> HangWatch(timeout_seconds=120).attach(trainer)
-        >>> trainer.run([torch.ones(8, 3)] * 4, max_epochs=1).iteration
+        >>> trainer.run(data, max_epochs=1).iteration
         4
     """
 

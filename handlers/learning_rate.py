@@ -22,7 +22,7 @@ from ignite_train.arguments import describe
 from ignite_train.engine.dispatch import attached
 from ignite_train.events import Event, TrainEvents
 from ignite_train.kinds_of_handlers import Handler
-from ignite_train.model.learning_rates import are_of
+from ignite_train.model.learning_rates import refuse_other_optimizer
 from ignite_train.model.warm_up_schedule import WarmUpSchedule
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
@@ -53,15 +53,9 @@ class LearningRateSchedule(Handler):
         TypeError: `scheduler` is not one of these, or needs a score.
 
     Example:
-        >>> import torch
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import LearningRateSchedule
-        >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
         >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
         >>> handle = LearningRateSchedule(schedule).attach(trainer)
-        >>> state = trainer.run([torch.ones(8, 3)] * 4, max_epochs=1)
+        >>> state = trainer.run(data, max_epochs=1)
         >>> schedule.get_last_lr()
         [0.025]
     """
@@ -87,11 +81,7 @@ class LearningRateSchedule(Handler):
                 `OneCycleLR`, which cannot be stepped as often as the run will do it.
         """
         self._refuse_a_second(trainer)
-        if not are_of(trainer.optimizers, self.scheduler.optimizer):
-            raise ValueError(
-                f"scheduler must be of the trainer's optimizer, got a {type(self.scheduler).__name__} of another "
-                f"{type(self.scheduler.optimizer).__name__}; build it with the optimizer that create_trainer was given"
-            )
+        refuse_other_optimizer(trainer.optimizers, self.scheduler)
         self._event = event
         trainer.add_event_handler(Events.STARTED, self._look_at_length)
         return trainer.add_event_handler(event, self)
@@ -113,7 +103,7 @@ class LearningRateSchedule(Handler):
         self.scheduler.load_state_dict(dict(state_dict))
 
     def _refuse_a_second(self, trainer: Trainer) -> None:
-        """Refuses the same scheduler, and one of the same kind: in a notebook that is a cell that was run again."""
+        """Refuses the same scheduler, and a second scheduler of the same kind: in a notebook a cell was run again."""
         kind = type(self.scheduler)
         for _, other, _ in attached(trainer):
             if not isinstance(other, LearningRateSchedule):

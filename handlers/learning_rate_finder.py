@@ -42,17 +42,13 @@ class LearningRateFinder(FastaiLRFinder):
         TypeError: `make_trainer` is not a function.
 
     Example:
-        >>> import tempfile
-        >>> import torch
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import LearningRateFinder
         >>> def make_trainer():
         ...     model = torch.nn.Linear(3, 1)
         ...     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         ...     return create_trainer(model, optimizer, lambda model, x: (model(x) - 1).square().mean())
         >>> finder, loader = LearningRateFinder(make_trainer), [torch.randn(8, 3) for _ in range(10)]
         >>> finder.run(loader, num_iter=60)
-        >>> finder.save_plot(tempfile.mkdtemp() + "/rates.png")
+        >>> finder.save_plot(directory / "rates.png")
         >>> trainer = make_trainer()
         >>> finder.apply_suggested_lr(trainer.optimizers["optimizer"])
         >>> 1e-4 < trainer.optimizers["optimizer"].param_groups[0]["lr"] < 10

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from ignite_train.arguments import COUNT, check_fields, optional, path_of
+from ignite_train.arguments import COUNT, check_fields, directory_of, optional, path_of
 from ignite_train.kinds_of_handlers import RecordingHandler
 from ignite_train.kinds_of_handlers.recording_handler import numbered_path
 from ignite_train.trainer import Trainer
@@ -28,10 +28,9 @@ class LogFile(RecordingHandler):
     that is not a single number becomes several, or is left out with one warning. A class for another format defines `_updates`
     and `_add`.
 
-    A line is with the operating system as soon as it is written, so that a killed process loses none. A run that resumes cuts
-    off what was written after its checkpoint, and continues: each line is there once. A run that starts from the beginning
-    renames the file of an earlier one to `*.old.1`, the next to `*.old.2`, and so on. Where there is a file, an evaluation
-    before the run is written only if the run starts from the beginning.
+    A line is with the operating system as soon as it is written. A run that resumes cuts off what was written after its
+    checkpoint, and continues: each line is there once. A run that starts from the beginning renames the file of an earlier one
+    to `*.old.1`, the next to `*.old.2`, and so on.
 
     Args:
         path: the file. Its directory is made.
@@ -51,14 +50,14 @@ class LogFile(RecordingHandler):
     def __init__(self, path: str | Path, *, on_error: Literal["warn", "raise"] = "warn") -> None:
         super().__init__(on_error)
         self.path = path_of("path", path)
+        directory_of("the directory of path", self.path.parent)
         self._file: BinaryIO | None = None  # opened when there is something to write
         self._is_known = False  # whether the next two are those of the file: it was loaded, or written by this process
         self._latest, self._lines = 0, 0  # the update of the latest lines, and how many they are
 
-    @property
-    def files(self) -> list[Path]:
+    def rows_at_end(self) -> list[tuple[str, str]]:
         """The file."""
-        return [self.path]
+        return [("files", f"{self.path} ({type(self).__name__})")]
 
     def state_dict(self) -> dict[str, Any]:
         """How far the file is. What was written so far is on the disk when it returns."""
@@ -163,20 +162,9 @@ class JsonLines(LogFile):
     `"inf"` and `"-inf"`, which Python's `float` reads. `python -m ignite_train.plot` draws such files.
 
     Example:
-        >>> import json
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> import torch
-        >>> from ignite.engine import Events
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import JsonLines, TrainingMetrics
-        >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
-        >>> directory = Path(tempfile.mkdtemp())
         >>> handle = TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=2))
         >>> handle = JsonLines(directory / "metrics.jsonl").attach(trainer, Events.ITERATION_COMPLETED(every=2))
-        >>> state = trainer.run([torch.ones(2, 3)] * 4, max_epochs=1)
+        >>> state = trainer.run(data, max_epochs=1)
         >>> [json.loads(line)["update"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
         [2, 4]
     """
@@ -201,20 +189,9 @@ class Csv(LogFile):
     is left blank. When a metric comes for the first time, the file is written again with one more column.
 
     Example:
-        >>> import csv
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> import torch
-        >>> from ignite.engine import Events
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import Csv, TrainingMetrics
-        >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
-        >>> directory = Path(tempfile.mkdtemp())
         >>> handle = TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=2))
         >>> handle = Csv(directory / "metrics.csv").attach(trainer, Events.ITERATION_COMPLETED(every=2))
-        >>> state = trainer.run([torch.ones(2, 3)] * 4, max_epochs=1)
+        >>> state = trainer.run(data, max_epochs=1)
         >>> [row["update"] for row in csv.DictReader((directory / "metrics.csv").read_text().splitlines())]
         ['2', '4']
     """

@@ -22,14 +22,8 @@ class LossScaleLogger(Handler):
     at level INFO.
 
     Example:
-        >>> import torch
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import LossScaleLogger
-        >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
         >>> handle = LossScaleLogger().attach(trainer)
-        >>> trainer.run([torch.ones(8, 3)] * 4, max_epochs=1).metrics["loss_scale"]
+        >>> trainer.run(data, max_epochs=1).metrics["loss_scale"]
         1.0
     """
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ignite_train.arguments import FLAG, check_fields, describe, real_number
 from ignite_train.events import Event
 from ignite_train.kinds_of_handlers import Handler
-from ignite_train.model.learning_rates import are_of
+from ignite_train.model.learning_rates import refuse_other_optimizer
 from ignite_train.trainer import Trainer
 
 __all__ = ["MinLearningRate"]
@@ -33,15 +33,9 @@ class MinLearningRate(Handler):
         ValueError: `minimum` is negative or not finite.
 
     Example:
-        >>> import torch
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import LearningRateSchedule, MinLearningRate
-        >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
         >>> handle = LearningRateSchedule(torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.1)).attach(trainer)
         >>> handle = MinLearningRate(optimizer, minimum=2e-3).attach(trainer)
-        >>> trainer.run([torch.ones(8, 3)] * 4, max_epochs=1).iteration  # with learning rates 0.1 and 0.01
+        >>> trainer.run(data, max_epochs=1).iteration  # with learning rates 0.1 and 0.01
         2
     """
 
@@ -58,11 +52,7 @@ class MinLearningRate(Handler):
         Raises:
             ValueError: `optimizer` is not that of `trainer`.
         """
-        if not are_of(trainer.optimizers, self.optimizer):
-            raise ValueError(
-                f"optimizer must be the trainer's, got another {type(self.optimizer).__name__}; pass the one that "
-                "create_trainer was given"
-            )
+        refuse_other_optimizer(trainer.optimizers, self.optimizer)
         trainer.on_enter.append(self)
         return trainer.add_event_handler(event, self)
 

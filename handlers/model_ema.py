@@ -16,9 +16,7 @@ __all__ = ["ModelEMA"]
 class ModelEMA(AveragingHandler):
     """Keeps an exponential moving average of the weights: average ← decay · average + (1 - decay) · weights.
 
-    It follows the updates that moved the parameters; a skipped update does not count. All parameters are averaged, and so are
-    the running statistics of normalisation layers; other buffers are the model's. Averages of bfloat16 and float16 are kept in
-    float32, because 1 - decay of a weight is lost there. With sharded models each rank averages its shards.
+    What it averages, and when, stands in `AveragingHandler`.
 
     A `Checkpoint` saves it once for all ranks, and `python -m ignite_train.checkpoint consolidate DIR --entry ModelEMA` writes
     the averaged model as a file.
@@ -40,19 +38,12 @@ class ModelEMA(AveragingHandler):
         ValueError: `decay` is not in [0, 1).
 
     Example:
-        >>> import torch
-        >>> from ignite_train import create_evaluator, create_trainer
-        >>> from ignite_train.handlers import ModelEMA, Validation
-        >>> def forward(model, x):
-        ...     return model(x).square().mean()
-        >>> model = torch.nn.Linear(3, 1)
-        >>> trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
         >>> ema = ModelEMA(decay=0.99)
         >>> handle = ema.attach(trainer)
         >>> averaged = create_evaluator(model, forward)
         >>> ema.use_in(averaged)  # each of its runs evaluates the average
         >>> handle = Validation(averaged, [torch.ones(8, 3)]).attach(trainer)
-        >>> state = trainer.run([torch.ones(8, 3)] * 4, max_epochs=2)
+        >>> state = trainer.run(data, max_epochs=2)
         >>> with ema.swapped_in():
         ...     output = model(torch.ones(1, 3))
         >>> ema.num_updates

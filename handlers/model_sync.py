@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
 import torch
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from ignite_train.arguments import describe, one_of
+from ignite_train.arguments import describe
 from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.ranks import collectives
@@ -29,22 +26,10 @@ class ModelSync(Handler):
     many. Other buffers are those of rank 0.
 
     Training does not depend on running statistics. They continue from what they are set to, the same on all ranks. Parameters
-    are equal on all ranks by the way in which they are trained, which `StateConsistency` checks; `with_weights=True` makes them
-    equal to those of rank 0, where something else changes them. In a single process it does nothing.
-
-    Args:
-        statistics: `"mean"` as above, or `"first"` for those of rank 0.
-        with_weights: the parameters too.
-
-    Raises:
-        ValueError: `statistics` is neither of the two.
+    are equal on all ranks by the way in which they are trained, which `StateConsistency` checks. In a single process it does
+    nothing.
 
     Example:
-        >>> import torch
-        >>> from ignite_train import create_evaluator, create_trainer
-        >>> from ignite_train.handlers import ModelSync, Validation
-        >>> def forward(model, x):
-        ...     return model(x).square().mean()
         >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
         >>> trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
         >>> evaluator = create_evaluator(model, forward)
@@ -55,9 +40,7 @@ class ModelSync(Handler):
 
     is_collective = True
 
-    def __init__(self, statistics: Literal["mean", "first"] = "mean", *, with_weights: bool = False) -> None:
-        self.statistics = one_of("statistics", statistics, ("mean", "first"))
-        self.with_weights = with_weights
+    def __init__(self) -> None:
         self._model: nn.Module | None = None
 
     def attach(self, trainer: Trainer, *, evaluator: Engine) -> None:
@@ -65,17 +48,10 @@ class ModelSync(Handler):
 
         Raises:
             TypeError: `evaluator` is not an engine that evaluates.
-            ValueError: `with_weights` is True and `trainer` was made with `reduction="local"`.
         """
         if not isinstance(evaluator, Engine) or isinstance(evaluator, Trainer):
             raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
-        if self.with_weights and trainer.config["reduction"] == "local":
-            raise ValueError(
-                "with_weights must be False with reduction='local', got True: it would end what the other replicas have "
-                "learnt; evaluate after an outer step of OuterOptimizer"
-            )
-        model: Any = trainer.model
-        self._model = model
+        self._model = trainer.model
         if isinstance(evaluator, Evaluator):
             evaluator.on_enter.insert(0, lambda _: self())
         else:
@@ -87,15 +63,12 @@ class ModelSync(Handler):
         if model is None or collectives.world_size() == 1:
             return
         norms = [module for module in model.modules() if isinstance(module, _NormBase) and module.running_mean is not None]
-        if self.statistics == "mean" and norms:
+        if norms:
             _average([(norm.get_buffer("running_mean"), norm.get_buffer("running_var")) for norm in norms])
         averaged = {id(norm.running_mean) for norm in norms} | {id(norm.running_var) for norm in norms}
         for buffer in model.buffers():
-            if self.statistics == "first" or id(buffer) not in averaged:
+            if id(buffer) not in averaged:
                 collectives.broadcast(buffer)
-        for parameter in model.parameters() if self.with_weights else ():
-            if not isinstance(parameter, DTensor):
-                collectives.broadcast(parameter)
 
 
 def _average(statistics: list[tuple[Tensor, Tensor]]) -> None:

@@ -15,7 +15,7 @@ from ignite_train.arguments import describe, real_number
 from ignite_train.engine.dispatch import attached
 from ignite_train.events import Event, TrainEvents
 from ignite_train.kinds_of_handlers import Handler
-from ignite_train.model.averaged_tensors import averaged_tensors, move_towards
+from ignite_train.model.averaged_tensors import averaged_statistics, averaged_tensors, move_towards
 from ignite_train.model.optimizers import stepped_parameters
 from ignite_train.ranks import collectives
 from ignite_train.ranks.wrapping import unwrap
@@ -32,8 +32,9 @@ class MomentumTeacher(Handler):
 
     As in Mean Teacher (arXiv:1703.01780), BYOL (arXiv:2006.07733) and DINO (arXiv:2104.14294). Forward runs the teacher under
     `torch.no_grad()`, beside the student. Make it with `copy.deepcopy(student)`, before the model is wrapped. A skipped update
-    does not move it. Running statistics of normalisation layers follow too; other buffers are the teacher's own. Its parameters
-    should be of float32: small moves are lost by rounding in bfloat16 and float16, which is warned about.
+    does not move it. Running statistics of normalisation layers follow too, unless they are to be the teacher's own, as other
+    buffers are. Its parameters should be of float32: small moves are lost by rounding in bfloat16 and float16, which is warned
+    about.
 
     The teacher is saved with the run: its parameters once for all ranks, and the buffers of each rank, which differ as those of
     the student do. `consolidate --entry MomentumTeacher` writes it as a file. All ranks attach it alike; they begin with the
@@ -43,6 +44,8 @@ class MomentumTeacher(Handler):
         teacher: a module of its own, whose parameters the optimizer does not have. `requires_grad` becomes False.
         student: the model that is trained, or the part of it that the teacher follows, with the same parameters.
         momentum: m, in [0, 1], or a function of `trainer.state` that gives it, the same on all ranks: a schedule.
+        own_statistics: leave the running statistics of normalisation layers to the teacher, which moves them itself if forward
+            runs it in training mode, as in Mean Teacher and BYOL.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -50,9 +53,6 @@ class MomentumTeacher(Handler):
 
     Example:
         >>> import copy, math
-        >>> import torch
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import MomentumTeacher
         >>> student = torch.nn.Linear(3, 4)
         >>> teacher = copy.deepcopy(student)
         >>> def forward(model, x):
@@ -63,7 +63,7 @@ class MomentumTeacher(Handler):
         >>> def momentum(state):  # from 0.99 to 1, as in BYOL
         ...     return 1 - 0.01 * (1 + math.cos(math.pi * state.progress)) / 2
         >>> handle = MomentumTeacher(teacher, student, momentum).attach(trainer)
-        >>> trainer.run([torch.ones(8, 3)] * 4, max_epochs=2).num_steps
+        >>> trainer.run(data, max_epochs=2).num_steps
         8
     """
 
@@ -71,12 +71,22 @@ class MomentumTeacher(Handler):
 
     same_on_all_ranks = True
 
-    def __init__(self, teacher: nn.Module, student: nn.Module, momentum: float | Callable[[TrainState], float] = 0.996) -> None:
+    def __init__(
+        self,
+        teacher: nn.Module,
+        student: nn.Module,
+        momentum: float | Callable[[TrainState], float] = 0.996,
+        *,
+        own_statistics: bool = False,
+    ) -> None:
         for name, module in (("teacher", teacher), ("student", student)):
             if not isinstance(module, nn.Module):
                 raise TypeError(f"{name} must be a torch.nn.Module, got {describe(module)}")
         self.teacher, self.student = teacher, unwrap(student)
         self.momentum = momentum if callable(momentum) else _checked_momentum(momentum)
+        if not isinstance(own_statistics, bool):
+            raise TypeError(f"own_statistics must be True or False, got {describe(own_statistics)}")
+        self.own_statistics = own_statistics
 
     def attach(self, trainer: Trainer, event: Event = TrainEvents.STEP_COMPLETED) -> RemovableEventHandle:
         """Moves the teacher at `event`, before other handlers there. Collective.
@@ -129,7 +139,11 @@ class MomentumTeacher(Handler):
             ValueError: `momentum` is a function and gave a number outside of [0, 1].
         """
         momentum = _checked_momentum(self.momentum(trainer.state)) if callable(self.momentum) else self.momentum
-        move_towards(averaged_tensors(self.teacher), averaged_tensors(self.student), 1.0 - momentum)
+        moved, leading = averaged_tensors(self.teacher), averaged_tensors(self.student)
+        if self.own_statistics:
+            own = averaged_statistics(self.teacher)
+            moved, leading = ({name: value for name, value in each.items() if name not in own} for each in (moved, leading))
+        move_towards(moved, leading, 1.0 - momentum)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """The state of the teacher, under `"model"`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,19 +12,10 @@ from torch.optim import Optimizer
 from ignite_train.arguments import describe
 from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.kinds_of_handlers import Handler
-from ignite_train.model.learning_rates import are_of
+from ignite_train.model.learning_rates import refuse_other_optimizer
 from ignite_train.trainer import Trainer
 
 __all__ = ["OptimizerModes"]
-
-
-@runtime_checkable
-class _HasModes(Protocol):
-    """An optimizer with two modes; each of the methods changes the weights in place."""
-
-    def train(self) -> Any: ...
-
-    def eval(self) -> Any: ...
 
 
 class OptimizerModes(Handler):
@@ -45,9 +36,6 @@ class OptimizerModes(Handler):
         TypeError: it has no `train()` and `eval()`.
 
     Example:
-        >>> import torch
-        >>> from ignite_train import create_evaluator, create_trainer
-        >>> from ignite_train.handlers import OptimizerModes, Validation
         >>> class WithModes(torch.optim.SGD):  # in the place of schedulefree.AdamWScheduleFree, say
         ...     def train(self):
         ...         self.mode = "train"
@@ -61,52 +49,46 @@ class OptimizerModes(Handler):
         >>> optimizer = WithModes(model.parameters(), lr=0.1)
         >>> trainer, evaluator = create_trainer(model, optimizer, forward), create_evaluator(model, forward)
         >>> OptimizerModes(optimizer).attach(trainer, evaluator=evaluator)
-        >>> handle = Validation(evaluator, [torch.ones(8, 3)]).attach(trainer)
+        >>> handle = Validation(evaluator, [torch.ones(8, 3)], sanity=0).attach(trainer)
         >>> state = trainer.run([torch.ones(8, 3)] * 2, max_epochs=2)
         >>> modes
         ['train', 'train', 'eval', 'train', 'train', 'eval']
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        if not isinstance(optimizer, Optimizer) or not isinstance(optimizer, _HasModes):
+        if not isinstance(optimizer, Optimizer) or not {"train", "eval"} <= {*dir(optimizer)}:
             raise TypeError(f"optimizer must have train() and eval(), as schedule-free ones do, got {describe(optimizer)}")
-        self.optimizer = optimizer
+        self.optimizer: Any = optimizer
         self._kept: list[Tensor] | None = None
 
-    def attach(self, trainer: Trainer, *, evaluator: Evaluator) -> None:
-        """Changes the mode for each run of `trainer` and of `evaluator`. Attach it once for each evaluator.
+    def attach(self, trainer: Trainer, *, evaluator: Evaluator | None = None) -> None:
+        """Changes the mode for each run of `trainer` and of `evaluator`, if there is one. Attach it once for each evaluator.
 
         Raises:
-            ValueError: the optimizer is not that of `trainer`, or `evaluator` is None.
+            TypeError: `evaluator` is another object.
+            ValueError: the optimizer is not that of `trainer`.
         """
-        if not are_of(trainer.optimizers, self.optimizer):
-            raise ValueError(f"optimizer must be the trainer's, got another {type(self.optimizer).__name__}")
-        if not isinstance(evaluator, Evaluator):
+        refuse_other_optimizer(trainer.optimizers, self.optimizer)
+        if evaluator is not None and not isinstance(evaluator, Evaluator):
             raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
-        trainer.on_enter.append(self._train)
-        evaluator.on_enter.append(self._begin)
-        evaluator.on_exit.append(self._end)
-
-    def _train(self, _trainer: Trainer) -> None:
-        self._modes().train()
+        trainer.on_enter.append(lambda _: self.optimizer.train())
+        if evaluator is not None:
+            evaluator.on_enter.append(self._begin)
+            evaluator.on_exit.append(self._end)
 
     def _begin(self, _evaluator: Evaluator) -> None:
         with torch.no_grad():
             self._kept = [weight.clone() for weight in self._weights()]
-        self._modes().eval()
+        self.optimizer.eval()
 
     def _end(self) -> None:
         """Back to training, with the bits that the weights had. Nothing if the evaluation did not begin."""
         kept, self._kept = self._kept, None
         if kept is None:
             return
-        self._modes().train()
+        self.optimizer.train()
         with torch.no_grad():
             torch._foreach_copy_(self._weights(), kept)
-
-    def _modes(self) -> _HasModes:
-        assert isinstance(self.optimizer, _HasModes)  # noqa: S101  # checked when it was made
-        return self.optimizer
 
     def _weights(self) -> list[Tensor]:
         """Those of the optimizer, or the shards of this rank, which share their memory. To be called under `no_grad`."""

@@ -19,7 +19,7 @@ from ignite_train.errors import NonFiniteError
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.optimizers import load_optimizer_state
 from ignite_train.ranks import collectives
-from ignite_train.ranks.buckets import mean_over_ranks
+from ignite_train.ranks.replicas import mean_over_ranks
 from ignite_train.trainer import Trainer
 
 __all__ = ["OuterOptimizer"]
@@ -31,7 +31,6 @@ class OuterOptimizer(Handler):
     """Makes the replicas of `reduction="local"` equal every H updates, by a step of an outer optimizer.
 
     Between two outer steps each rank trains on its own, so that 1/H as many gradients cross the ranks. The outer gradient is
-    how far the replicas have moved since the last outer step, with a minus, in the mean over the ranks:
     Δ = x - mean(x_r), where x are the weights after the last outer step and x_r those of rank r now. The outer optimizer steps
     from x along Δ, and each replica continues from there. The inner optimizers keep their state. Known methods are settings:
 
@@ -42,18 +41,13 @@ class OuterOptimizer(Handler):
       with `nesterov=True`; `count="steps"` as in fairseq.
     - Lookahead (arXiv:1907.08610), in a single process: `SGD(parameters, lr=α)`.
 
-    If an outer step raises, the replicas keep the weights that they have, and the next one is made H updates later; what the
-    outer optimizer has changed of its own state before it raised stays changed.
+    The outer step is made at the end of an update, before its `STEP_COMPLETED`: handlers of that update see equal weights.
+    Validate, average (`ModelEMA`) and save there: at `Events.ITERATION_COMPLETED(every=H)` or a multiple. A checkpoint between
+    two outer steps has the weights of each rank, and resumes bitwise on the same number of ranks. If an outer step raises, the
+    replicas keep their weights, and the next one is made H updates later. Buffers stay each rank's own: see `ModelSync`.
 
-    The outer step is made at the end of an update, before its `STEP_COMPLETED`, so that all handlers of that update and of
-    `ITERATION_COMPLETED` see equal weights. Validate, average (`ModelEMA`) and save there: at
-    `Events.ITERATION_COMPLETED(every=H)` or a multiple. A checkpoint between two outer steps has the weights of rank 0 under
-    `"model"`, and those of the other ranks beside it; it resumes bitwise, on the same number of ranks. Buffers, such as running
-    statistics, stay each rank's own: see `ModelSync`.
-
-    The cost on each rank is memory for a copy of the weights, the state of the outer optimizer, and at an outer step the
-    differences twice more; and the time of an all-reduce of the weights every H updates, for which the device is waited for.
-    All ranks attach it alike.
+    It costs memory for a copy of the weights, the state of the outer optimizer, and at an outer step the differences twice
+    more; and an all-reduce of the weights every H updates, for which the device is waited for. All ranks attach it alike.
 
     Args:
         optimizer: the outer one, over the parameters that are trained, all of them.
@@ -72,13 +66,9 @@ class OuterOptimizer(Handler):
         ValueError: `every` is below 1, or `count` is not known.
 
     Example:
-        >>> import torch
-        >>> from ignite_train import UpdateOptions, create_trainer
-        >>> from ignite_train.handlers import OuterOptimizer
-        >>> model = torch.nn.Linear(3, 1)
         >>> inner = torch.optim.AdamW(model.parameters(), lr=0.01)
         >>> options = UpdateOptions(reduction="local")
-        >>> trainer = create_trainer(model, inner, lambda model, x: model(x).square().mean(), options=options)
+        >>> trainer = create_trainer(model, inner, forward, options=options)
         >>> outer = OuterOptimizer(torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True), every=4)
         >>> outer.attach(trainer)
         >>> state = trainer.run([torch.ones(8, 3)] * 12, max_epochs=1)

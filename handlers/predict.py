@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from ignite.engine import Events
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ignite_train.arguments import describe, one_of
@@ -27,12 +28,10 @@ def predict(evaluator: Evaluator, loader: Iterable[Any], *, gather: Literal["all
     the micro-batch, or a tuple, list or mapping of these. Without targets pass a loss of zero, such as `outputs.sum() * 0`.
 
     With a DataLoader over a dataset that is indexed, the order is that of the indices, whatever the sampler, the number of
-    workers and the shares of the ranks are. Any other loader gives its own order, and works in a single process only. What a
-    rank runs as a placeholder, after its data has ended, is left out.
+    workers and the shares of the ranks are. Any other loader gives its own order, and works in a single process only.
 
-    The evaluator's state is afterwards what it was before, and handlers of its COMPLETED are not called, so that predictions
-    do not count as a validation. Handlers of its other events are called. All ranks call it alike: at the end they exchange
-    the indices of their samples once, and the outputs once, unless each rank keeps its own.
+    The evaluator's state is afterwards what it was before, and handlers of its COMPLETED are not called, so that predictions do
+    not count as a validation. All ranks call it alike: they exchange the indices of their samples once, and the outputs once.
 
     Args:
         evaluator: from `create_evaluator`.
@@ -52,9 +51,6 @@ def predict(evaluator: Evaluator, loader: Iterable[Any], *, gather: Literal["all
             loader has no indices; or `gather` is not one of the three. The same on all ranks.
 
     Example:
-        >>> import torch
-        >>> from ignite_train import ForwardOutput, create_evaluator
-        >>> from ignite_train.handlers import predict
         >>> def forward(model, x):
         ...     y = model(x)
         ...     return ForwardOutput(y.sum() * 0, sample_size=len(x), outputs=y)
@@ -71,9 +67,8 @@ def predict(evaluator: Evaluator, loader: Iterable[Any], *, gather: Literal["all
     skip = evaluator.append_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.terminate(skip_completed=True))
     with kept_state(evaluator), skip, evaluator.prepend_event_handler(Events.ITERATION_COMPLETED, found.add):
         evaluator.run(watched)
-    found.end()
     problem, keys, rows = found.joined()
-    form = None if rows is None else _map(lambda leaf: leaf[:0], rows)
+    form = None if rows is None else pytree.tree_map(lambda leaf: leaf[:0], rows)
     everyones = collectives.gather_objects((problem, keys, form))
     _check(everyones)
     if gather == "none":
@@ -169,7 +164,7 @@ class _Found:
     def _add(self, output: Any) -> None:
         if output.outputs is None:
             raise ValueError("forward must return outputs, got none; return ForwardOutput(loss, sample_size, outputs=...)")
-        leaves, number = list(_leaves(output.outputs)), len(self._outputs)
+        leaves, number = _leaves(output.outputs), len(self._outputs)
         rows = len(leaves[0])
         keys = [(number, row) for row in range(rows)] if self._indices is None else self._indices.keys(number, rows)
         wrong = next((leaf for leaf in leaves if len(leaf) != len(keys)), None)
@@ -179,21 +174,18 @@ class _Found:
                 f"{tuple(wrong.shape)}"
             )
         self._keys += keys
-        self._outputs.append(_to_host(output.outputs))
+        self._outputs.append(pytree.tree_map(lambda leaf: leaf.detach().to("cpu", copy=True), output.outputs))
 
-    def end(self) -> None:
-        """Notes it where the evaluation has left out micro-batches of the loader."""
-        number = len(self._outputs)
-        if self._problem is None and self._indices is not None and not self._indices.were_all(number):
-            self._problem = ValueError(
+    def joined(self) -> tuple[Exception | None, list[tuple[int, int]], Any]:
+        """The error of this rank, the place of each row in the dataset, and the rows; None without a micro-batch."""
+        number, problem = len(self._outputs), self._problem
+        if problem is None and self._indices is not None and not self._indices.were_all(number):
+            problem = ValueError(
                 f"evaluator must run on all micro-batches of the loader, and ended after {number}; make it with "
                 "uneven='replay' and not 'shortest', and do not terminate it"
             )
-
-    def joined(self) -> tuple[Exception | None, list[tuple[int, int]], Any]:
-        """What is wrong with them, the place of each row in the dataset, and the rows; None without a micro-batch."""
         try:
-            return self._problem, self._keys, _cat(self._outputs) if self._outputs and self._problem is None else None
+            return problem, self._keys, _cat(self._outputs) if self._outputs and problem is None else None
         except ValueError as error:
             return error, [], None
 
@@ -220,7 +212,7 @@ def _check(everyones: list[tuple[Exception | None, list[tuple[int, int]], Any]])
 def _in_order(keys: list[tuple[int, int]], outputs: list[Any]) -> Any:
     """The rows of several ranks, None for one without rows, in the order of their places in the dataset."""
     order = torch.tensor(sorted(range(len(keys)), key=keys.__getitem__))
-    return _map(lambda leaf: leaf[order], _cat([rows for rows in outputs if rows is not None]))
+    return pytree.tree_map(lambda leaf: leaf[order], _cat([rows for rows in outputs if rows is not None]))
 
 
 def _index(key: Any) -> int:
@@ -231,45 +223,26 @@ def _index(key: Any) -> int:
     return int(index)
 
 
-def _leaves(outputs: Any) -> Iterator[Tensor]:
-    if isinstance(outputs, Tensor):
-        if outputs.ndim == 0:
-            raise ValueError("outputs must have one row for each sample of a micro-batch, got a tensor without dimensions")
-        yield outputs
-    elif isinstance(outputs, (tuple, list, Mapping)) and outputs:
-        for entry in outputs.values() if isinstance(outputs, Mapping) else outputs:
-            yield from _leaves(entry)
-    else:
+def _leaves(outputs: Any) -> list[Tensor]:
+    leaves = pytree.tree_leaves(outputs)
+    if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
         raise TypeError(f"outputs must be tensors, or tuples, lists and mappings of tensors, got {describe(outputs)}")
-
-
-def _to_host(outputs: Any) -> Any:
-    return _map(lambda leaf: leaf.detach().to("cpu", copy=True), outputs)
-
-
-def _map(function: Any, *outputs: Any) -> Any:
-    """Applies `function` to the tensors that stand in the same place of all outputs."""
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        return function(*outputs)
-    alike = all(type(other) is type(first) and len(other) == len(first) for other in outputs)
-    if not alike or (isinstance(first, Mapping) and any(list(other) != list(first) for other in outputs)):
-        raise ValueError(f"outputs must have one structure in all micro-batches, got {describe(outputs[-1])} too")
-    if isinstance(first, Mapping):
-        return {key: _map(function, *(other[key] for other in outputs)) for key in first}
-    entries = [_map(function, *parts) for parts in zip(*outputs, strict=True)]
-    return type(first)(*entries) if hasattr(first, "_fields") else type(first)(entries)
+    if any(leaf.ndim == 0 for leaf in leaves):
+        raise ValueError("outputs must have one row for each sample of a micro-batch, got a tensor without dimensions")
+    return leaves
 
 
 def _cat(outputs: list[Any]) -> Any:
-    return _map(_cat_rows, *outputs)
-
-
-def _cat_rows(*parts: Any) -> Tensor:
-    wrong = next((part for part in parts if not isinstance(part, Tensor) or part.shape[1:] != parts[0].shape[1:]), None)
-    if wrong is not None:
-        raise ValueError(
-            f"outputs must have the same shape in all micro-batches, but for the samples, got {tuple(parts[0].shape)} and "
-            f"{tuple(wrong.shape) if isinstance(wrong, Tensor) else describe(wrong)}; pad them in forward"
-        )
-    return torch.cat(parts)
+    """Puts the rows of outputs with the same structure behind each other."""
+    leaves, structures = zip(*map(pytree.tree_flatten, outputs), strict=True)
+    other = next((output for output, one in zip(outputs, structures, strict=True) if one != structures[0]), None)
+    if other is not None:
+        raise ValueError(f"outputs must have one structure in all micro-batches, got {describe(other)} too")
+    for parts in zip(*leaves, strict=True):
+        wrong = next((part for part in parts if part.shape[1:] != parts[0].shape[1:]), None)
+        if wrong is not None:
+            raise ValueError(
+                f"outputs must have the same shape in all micro-batches, but for the samples, got {tuple(parts[0].shape)} and "
+                f"{tuple(wrong.shape)}; pad them in forward"
+            )
+    return pytree.tree_unflatten([torch.cat(parts) for parts in zip(*leaves, strict=True)], structures[0])

@@ -46,19 +46,14 @@ class Profiler(Handler):
         ValueError: `updates` is empty, has gaps, or begins before 1, or an option is one that the handler sets itself.
 
     Example:
-        >>> import tempfile
-        >>> import torch
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import Profiler
-        >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
-        >>> profiler = Profiler(tempfile.mkdtemp(), updates=range(3, 5))
+        >>> profiler = Profiler(directory, updates=range(3, 5))
         >>> handle = profiler.attach(trainer)
         >>> state = trainer.run([torch.ones(2, 3)] * 6, max_epochs=1)
         >>> [path.name for path in profiler.traces]
         ['updates-3-to-4.rank-0.trace.json.gz']
     """
+
+    _sections: Sections  # once attached
 
     def __init__(
         self,
@@ -82,7 +77,6 @@ class Profiler(Handler):
         self.traces: list[Path] = []
         self._options = options
         self._profile: torch.profiler.profile | None = None  # while it runs
-        self._sections: Sections | None = None
         self._next: int | None = None  # the update whose range is still to be opened
         self._close_range: Callable[[], None] | None = None  # of the update
         self._first = self._latest = 0  # of the updates that are recorded
@@ -114,7 +108,6 @@ class Profiler(Handler):
 
     def _start(self, update: int) -> None:
         """Starts the profiler between `update` and the next."""
-        assert self._sections is not None  # noqa: S101  # attached
         self._first = max(self.updates.start, update + 1)
         schedule = _schedule(self._first - update - 1)
         self._profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write, **self._options)
@@ -139,7 +132,6 @@ class Profiler(Handler):
         """Ends the profile, which writes its trace unless it has recorded nothing yet."""
         if self._profile is None:
             return
-        assert self._sections is not None  # noqa: S101  # attached
         self._end_ranges()
         self._sections.listeners = [listener for listener in self._sections.listeners if listener != self._open_range]
         profile, self._profile = self._profile, None
@@ -147,7 +139,6 @@ class Profiler(Handler):
 
     def _expect(self, update: int) -> None:
         """Has the next section that begins open the range of `update`."""
-        assert self._sections is not None  # noqa: S101  # attached
         self._next = update
         self._sections.set_ranges(RANGES["record_function"])
 
@@ -157,7 +148,6 @@ class Profiler(Handler):
 
     def _end_ranges(self) -> None:
         """Ends that of the section and that of the update around it."""
-        assert self._sections is not None  # noqa: S101  # attached
         self._sections.set_ranges(None)
         if self._close_range is not None:
             self._close_range()

@@ -8,18 +8,18 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO, runtime_checkable
+from typing import Any, Literal, TextIO
 
 from ignite.engine import Engine, Events, RemovableEventHandle
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from ignite_train.arguments import one_of
-from ignite_train.engine.dispatch import stateful_handlers
+from ignite_train.arguments import describe, one_of
+from ignite_train.engine.dispatch import Attachable, stateful_handlers
+from ignite_train.engine.introduction import introduction
 from ignite_train.engine.loop import Loop
 from ignite_train.events import Event, every
 from ignite_train.kinds_of_handlers import Handler
@@ -33,45 +33,12 @@ _STYLES = ("auto", "bar", "simple", "json", "none")
 _MAX_COLUMNS = 100
 _REFRESH_SECONDS = 0.1
 _NUMBER_COLUMNS = 7
-_SMALLEST_SHARE = 0.005  # of the time, for a section to be in the table
 _TABLE_COLUMNS = 68  # beside the names of the rows, on a terminal of 80
 _TOO_MUCH = 1e24  # for the prefixes of SI
 _LONG_WAIT = 0.1  # a fraction of the time in which the loader is waited for that a line mentions
 _MUCH_SLOWER = 1.5  # times the time of the median rank, for a line to name the slowest
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 _BAR_WITHOUT_TOTAL = "{desc} {n_fmt} [{elapsed}{postfix}]"
-
-
-@runtime_checkable
-class _KnowsTheTime(Protocol):
-    """What can say how the time was spent; `TrainingMetrics` does."""
-
-    @property
-    def seconds_by_section(self) -> dict[str, float]: ...
-
-
-@runtime_checkable
-class _KnowsTheBest(Protocol):
-    """What can say where the best score is; `Validation` does."""
-
-    score: str
-    best: float | None
-    best_update: int | None
-
-
-@runtime_checkable
-class _HasFiles(Protocol):
-    """What can say which files it writes."""
-
-    @property
-    def files(self) -> list[Path]: ...
-
-
-@runtime_checkable
-class _HasCheckpoints(Protocol):
-    """What can say where the checkpoints are; `Checkpoint` does."""
-
-    directory: Path
 
 
 class ProgressLog(Handler):
@@ -88,44 +55,46 @@ class ProgressLog(Handler):
     Args:
         style: `"bar"`, or `"simple"` for lines, `"json"` for one JSON object a line with all metrics, `"none"` for nothing;
             `"auto"` is a bar on a terminal and in a notebook, and lines elsewhere.
+        unit: what `sample_size` counts, such as `"tokens"`, for the speed.
 
     Raises:
+        TypeError: `unit` is not a string.
         ValueError: `style` is not one of these.
 
     Example:
-        >>> import torch
-        >>> from ignite.engine import Events
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import ProgressLog
-        >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
         >>> handle = ProgressLog().attach(trainer, Events.ITERATION_COMPLETED(every=2))
-        >>> state = trainer.run([torch.ones(2, 3)] * 4, max_epochs=1)  # doctest: +ELLIPSIS
+        >>> state = trainer.run(data, max_epochs=1)  # doctest: +ELLIPSIS
+        Linear, 4 parameters, on cpu in fp32, SGD
+        4 updates in 1 epoch: 1 micro-batch each
         epoch 1/1  update 2/4  loss ...
         epoch 1/1  update 4/4  loss ...
         finished after 4 updates (4 steps, 0 skipped) in 1 epoch, ... s
     """
 
-    def __init__(self, style: Literal["auto", "bar", "simple", "json", "none"] = "auto") -> None:
-        self.style = one_of("style", style, _STYLES)
+    def __init__(self, style: Literal["auto", "bar", "simple", "json", "none"] = "auto", *, unit: str = "samples") -> None:
+        if not isinstance(unit, str):
+            raise TypeError(f"unit must be the name of what sample_size counts, such as 'tokens', got {describe(unit)}")
+        self.style, self.unit = one_of("style", style, _STYLES), unit
         self._trainer: weakref.ref[Trainer] | None = None  # so that the trainer's memory is free once nothing else holds it
-        self._shown = _Shown()
+        self._shown = _Shown(unit)
+        self._beside: dict[str, weakref.ref[Trainer]] = {}  # other trainers of the same loop
         self._bar: Any = None
         self._advances: RemovableEventHandle | None = None  # the handler that moves the bar, where there is one
         self._evaluation_bar: Any = None
         self._redirected = ExitStack()
-        self._begin, self._has_ended = 0, False
+        self._begin, self._steps_before, self._has_ended, self._is_introduced = 0, 0, False, False
         self._started = self._refreshed = 0.0
         self._left_out: set[str] = set()
+        self._evaluators: list[Engine] = []
 
     def attach(
         self,
         trainer: Trainer,
-        event: Event = every(50, Events.ITERATION_COMPLETED),
+        event: Event = every(50, Events.ITERATION_COMPLETED, early=True),
         *,
         evaluator: Engine | None = None,
         tag: str = "validation",
+        beside: Mapping[str, Trainer] | None = None,
     ) -> RemovableEventHandle | None:
         """Prints at `event`, and shows `evaluator` when it runs.
 
@@ -134,54 +103,92 @@ class ProgressLog(Handler):
             event: when a line is printed; the bar moves by itself.
             evaluator: whose bar and metrics are shown.
             tag: its name.
+            beside: other trainers of the same loop, by name: `{"d": d}` for a GAN whose generator is `trainer`. Their losses
+                and logs are in the lines too, as `d/loss`, and the losses in the bar.
+
+        Raises:
+            TypeError: `beside` holds something else than trainers by name.
         """
+        for name, other in (beside or {}).items():
+            if not isinstance(name, str) or not isinstance(other, Trainer):
+                raise TypeError(f"beside must hold trainers by name, got {describe(other)} under {name!r}")
         if not collectives.is_main_rank() or self.style == "none":
             return None
         if evaluator is not None:
+            self._evaluators.append(evaluator)
             evaluator.add_event_handler(Events.STARTED, self._open_evaluation, tag)
             evaluator.add_event_handler(Events.ITERATION_COMPLETED, self._advance_evaluation)
             evaluator.add_event_handler(Events.COMPLETED, self._print_evaluation, trainer, tag)
             if isinstance(evaluator, Loop):  # on a stock engine a handler of EXCEPTION_RAISED would suppress the exception
-                evaluator.add_event_handler(Events.EXCEPTION_RAISED, self._close_at_exception)
                 evaluator.on_exit.append(self._close_evaluation)  # also where COMPLETED is skipped, as in a rehearsal
         if self._trainer is not None and self._trainer() is trainer:
             return None
         self._trainer = weakref.ref(trainer)
+        self._beside = {name: weakref.ref(other) for name, other in (beside or {}).items()}
+        self._shown.losses = frozenset(f"{name}/loss" for name in self._beside)
         trainer.on_enter.append(self._open)
+        trainer.prepend_event_handler(Events.STARTED, self._introduce)
         trainer.add_event_handler(Events.COMPLETED, self._note_end)
         trainer.on_exit.append(self._conclude)
-        trainer.add_event_handler(Events.TERMINATE | Events.INTERRUPT, self._close)
-        trainer.add_event_handler(Events.EXCEPTION_RAISED, self._close_at_exception)
         return trainer.add_event_handler(event, self)
 
+    def scores(self) -> list[tuple[Engine, str | None]]:
+        """The evaluators that it shows."""
+        return [(evaluator, None) for evaluator in self._evaluators]
+
     def __call__(self, trainer: Trainer) -> None:
-        """Prints a line. On a terminal the bar shows it already."""
+        """Prints a line. On a terminal the bar shows it already, and a validation has a line with what is seen in training."""
         state, total = trainer.state, _total(trainer)
-        metrics = _with_loss(trainer, self._left_out)
+        metrics = self._metrics(trainer)
         if self.style == "json":
             place = {"epoch": state.epoch, "update": state.iteration, "total": total}
             _print(_json(place | grouped_metrics(metrics, self._left_out)))
-        elif self._bar is None:
+        elif self._bar is None or not self._evaluators:
             _print(_line(_head(trainer, total), self._shown.parts(metrics)))
+
+    def _metrics(self, trainer: Trainer) -> dict[str, float]:
+        """The metrics of the trainer, and the losses and logs of those beside it under their names."""
+        metrics = _with_loss(trainer, self._left_out)
+        for name, held in self._beside.items():
+            other = held()
+            found = {} if other is None else _with_loss(other, self._left_out)
+            own = {key: value for key, value in found.items() if key == "loss" or not is_published_metric(key)}
+            metrics |= {f"{name}/{key}": value for key, value in own.items()}
+        return metrics
 
     # --- bars -------------------------------------------------------------------------------------------------------------
 
     def _open(self, trainer: Trainer) -> None:
         state, self._started = trainer.state, time.perf_counter()
-        self._begin = state.iteration
+        self._begin, self._steps_before = state.iteration, state.num_steps
         self._shown.start(single_metrics(state.metrics, self._left_out))
-        if state.iteration and self.style != "json":
-            _print(f"resumed after update {state.iteration}")
+        if state.iteration and self._is_introduced and self.style != "json":
+            _print(f"continues after update {state.iteration}")
         if self.style == "bar" or (self.style == "auto" and _has_bars()):
             self._redirected.enter_context(logging_redirect_tqdm())
-            self._bar = _make_bar(initial=state.iteration, unit="update", delay=_REFRESH_SECONDS)
+            epoch = f"epoch {_of(state.epoch + (not trainer.progress.epoch_open), state.max_epochs)}"
+            place = {"initial": state.iteration, "desc": epoch, "bar_format": _BAR_WITHOUT_TOTAL}
+            self._bar = _make_bar(unit="update", delay=_REFRESH_SECONDS, **place)
             # Behind what publishes metrics, and before handlers that may end the run.
             self._advances = trainer.add_evaluation_handler(Events.ITERATION_COMPLETED, self._advance)
 
+    def _introduce(self, trainer: Trainer) -> None:
+        """Says in at most four lines what runs, when the first run of this process starts."""
+        if self._is_introduced or self.style == "json":
+            return
+        self._is_introduced, state = True, trainer.state
+        for line in introduction(trainer.model, trainer.optimizers.values(), trainer.config, state, state.dataloader):
+            _print(line)
+        handlers = (trainer.checkpoint, *stateful_handlers(trainer).values())
+        rows = [row for one in handlers if isinstance(one, Attachable) for row in one.rows_at_end()]
+        if paths := [text.rpartition(" (")[0] for name, text in rows if name == "files"]:
+            _print(f"writes to {paths[0]}" + f" and {len(paths) - 1} more" * (len(paths) > 1))
+        if state.iteration:
+            read = trainer.checkpoint.latest if isinstance(trainer.checkpoint, Attachable) else None
+            _print(f"resumed after update {state.iteration}" + (f" from {read}" if read is not None else ""))
+
     def _advance(self, trainer: Trainer) -> None:
         bar = self._bar
-        if bar is None:  # a handler before this one has closed it
-            return
         bar.n += 1
         now = time.perf_counter()
         if now - self._refreshed >= _REFRESH_SECONDS or bar.n - 1 == self._begin:
@@ -195,19 +202,24 @@ class ProgressLog(Handler):
 
     def _postfix(self, trainer: Trainer, now: float, room: float) -> str:
         """What stands behind the bar, as far as there is room for it, in columns."""
-        state, metrics = trainer.state, _with_loss(trainer, self._left_out)
+        state, metrics = trainer.state, self._metrics(trainer)
         speed = metrics.get("updates_per_second", (state.iteration - self._begin) / max(now - self._started, 1e-9))
         to_go = metrics.get("time_to_go", ((_total(trainer) or 0) - state.iteration) / max(speed, 1e-9))
-        parts = {"loss": (0, f"loss {metrics['loss']:.4g}")} if "loss" in metrics else {}
+        losses = [name for name in ("loss", *sorted(self._shown.losses)) if name in metrics]
+        parts = {name: (index, f"{name} {metrics[name]:.4g}") for index, name in enumerate(losses)}
         if state.update_output is not None and state.update_output.learning_rates:
             parts["learning_rate"] = (3, f"lr {state.update_output.learning_rates[0]:.3g}")
-        parts["speed"] = (2, f"{speed:.3g}/s")
+        samples = metrics.get("samples_per_second")
+        parts["speed"] = (2, f"{speed:.3g} updates/s" if samples is None else f"{_thousands(samples)} {self.unit}/s")
         if _total(trainer):
             parts["time_to_go"] = (1, f"{_clock(to_go)} left")
         return ", ".join(_fitting(parts, room))
 
     def _open_evaluation(self, evaluator: Engine, tag: str) -> None:
-        if self._bar is not None:
+        if self._evaluation_bar is not None:  # a widget: one for all evaluations
+            self._evaluation_bar.set_description(tag, refresh=False)
+            self._evaluation_bar.reset(_length(evaluator))
+        elif self._bar is not None:
             self._evaluation_bar = _make_bar(desc=tag, total=_length(evaluator), unit="batch", position=1)
 
     def _advance_evaluation(self) -> None:
@@ -215,8 +227,9 @@ class ProgressLog(Handler):
             self._evaluation_bar.update(1)
 
     def _close(self) -> None:
-        self._close_evaluation()
+        self._close_evaluation(widget=True)
         if self._bar is not None:
+            self._bar.delay = 0  # or else it is not cleared where tqdm has not drawn it by itself
             self._bar.close()
             self._bar = None
         if self._advances is not None:
@@ -224,13 +237,10 @@ class ProgressLog(Handler):
             self._advances = None
         self._redirected.close()
 
-    def _close_evaluation(self) -> None:
-        if self._evaluation_bar is not None:
+    def _close_evaluation(self, *, widget: bool = False) -> None:
+        if self._evaluation_bar is not None and (widget or not _are_widgets()):
             self._evaluation_bar.close()
             self._evaluation_bar = None
-
-    def _close_at_exception(self, _error: BaseException) -> None:
-        self._close()
 
     # --- lines ------------------------------------------------------------------------------------------------------------
 
@@ -242,10 +252,20 @@ class ProgressLog(Handler):
             _print(_json(place | grouped_metrics(metrics, self._left_out, tag)))
             return
         head = f"{tag} after update {state.iteration}:"
-        texts = [f"{name} {_short(value)}" for name, value in single_metrics(metrics, self._left_out).items()]
-        if len("  ".join([head, *texts])) > _columns(sys.stdout, _MAX_COLUMNS):
+        found, training = single_metrics(metrics, self._left_out), single_metrics(state.metrics, self._left_out)
+        for beside in (training.keys(), {"loss"} & training.keys(), set[str]()):  # as many as leave room for what was found
+            texts = [
+                f"{name} {_short(value)}" + (f"(training {training[name]:.4g})  " if name in beside else "")
+                for name, value in found.items()
+            ]
+            if len("  ".join([head, *texts, "*"])) <= _columns(sys.stdout, _MAX_COLUMNS):
+                break
+        else:
             texts = [text.rstrip() for text in texts]
-        _print(_line(head, {text: (index, text) for index, text in enumerate(texts)}))
+        handlers = stateful_handlers(trainer).values()
+        marks = ["*"] if any(isinstance(one, Attachable) and one.improves(evaluator) for one in handlers) else []
+        parts = {text: (index, text) for index, text in enumerate(texts, start=1)}
+        _print(_line(head, parts | {mark: (0, mark) for mark in marks}))
 
     def _note_end(self) -> None:
         self._close()
@@ -253,6 +273,7 @@ class ProgressLog(Handler):
 
     def _conclude(self) -> None:
         """Shows the end of a run once all of it is over: no fault of a table comes before the last checkpoint."""
+        self._close()
         trainer = None if self._trainer is None else self._trainer()
         has_ended, self._has_ended = self._has_ended, False
         if trainer is not None and has_ended:
@@ -268,8 +289,11 @@ class ProgressLog(Handler):
         total, ending, number = _total(trainer), "finished", str(state.iteration)
         if trainer.should_terminate and state.iteration != total:
             ending, number = "stopped", number if total is None else f"{number} of {total}"
+        if state.num_steps == self._steps_before and state.iteration > self._begin:
+            ending = "ended WITHOUT A STEP"
         updates = f"{number} updates ({state.num_steps} steps, {state.num_skipped} skipped)"
-        _print(f"{ending} after {updates} in {epochs}, {seconds:.1f} s")
+        here = f", {state.iteration - self._begin} updates in this run" if self._begin else ""
+        _print(f"{ending} after {updates} in {epochs}{here}, {seconds:.1f} s")
         for name, text in _table(trainer):
             _print(f"  {name:<8}{text}")
 
@@ -277,7 +301,9 @@ class ProgressLog(Handler):
 class _Shown:
     """Which metrics a line shows: those that change."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: str) -> None:
+        self.losses: frozenset[str] = frozenset()  # of trainers beside this one, which are shown as its own is
+        self._unit = unit
         self._constants: dict[str, float] = {}  # of the user, there since the start, and not changed so far
         self._first_rate: float | None = None
         self._skipped = 0.0
@@ -288,24 +314,20 @@ class _Shown:
 
     def parts(self, metrics: Mapping[str, float]) -> dict[str, tuple[int, str]]:
         """By name, in the order in which they are shown: how soon each is left out if there is no room, and its text."""
-        own = {name: value for name, value in metrics.items() if not is_published_metric(name) and self._changes(name, value)}
-        parts = {name: (1, f"{name} {_short(metrics[name])}") for name in ("loss",) if name in metrics}
-        for name in ("loss_base2", "perplexity", *own):
-            if name in metrics:
-                parts[name] = (4 + (name != next(iter(own), None)), f"{name} {_short(metrics[name])}")
-        if "grad_norm" in metrics:
-            parts["grad_norm"] = (5, f"norm {_short(metrics['grad_norm'])}")
-        if "samples_per_second" in metrics:
-            parts["speed"] = (3, f"{_thousands(metrics['samples_per_second']):>5} samples/s")
-        if "time_to_go" in metrics:
-            parts["time_to_go"] = (2, f"{_clock(metrics['time_to_go'])} left")
-        rate = metrics.get("learning_rate", metrics.get("learning_rate/0"))
-        if rate is not None:  # as blanks too, so that nothing else is left out once it is shown
+        own = [name for name, value in metrics.items() if not is_published_metric(name) and self._changes(name, value)]
+        losses = [name for name in own if name in self.losses]
+        others = [name for name in own if name not in self.losses]
+        ranks = dict.fromkeys(("loss", *losses), 1) | {"loss_base2": 5, "perplexity": 5}
+        ranks |= {name: 5 if name in others[1:] else 4 for name in others}
+        parts = {name: (rank, f"{name} {_short(metrics[name])}") for name, rank in ranks.items() if name in metrics}
+        parts |= {name: (rank, text(metrics[name], self._unit)) for name, (rank, text) in _TEXTS.items() if name in metrics}
+        rate, alarms = metrics.get("learning_rate", metrics.get("learning_rate/0")), self._alarms(metrics)
+        if rate is not None:
             text = f"lr {_short(rate)}"
-            parts["learning_rate"] = (2, text if rate != self._set_first_rate(rate) else " " * len(text))
-        alarms = self._alarms(metrics)
-        if alarms and parts.get("learning_rate", (2, "lr"))[1].isspace():
-            del parts["learning_rate"]
+            if rate != self._set_first_rate(rate):
+                parts["learning_rate"] = (2, text)
+            elif not alarms:  # as blanks, so that nothing else is left out once it is shown
+                parts["learning_rate"] = (2, " " * len(text))
         return parts | alarms
 
     def _alarms(self, metrics: Mapping[str, float]) -> dict[str, tuple[int, str]]:
@@ -331,6 +353,14 @@ class _Shown:
             return False
         self._constants.pop(name, None)
         return True
+
+
+_TEXTS: dict[str, tuple[int, Callable[[float, str], str]]] = {
+    "grad_norm": (5, lambda norm, _: f"norm {_short(norm)}"),
+    "samples_per_second": (3, lambda speed, unit: f"{_thousands(speed):>5} {unit}/s"),
+    "time_to_go": (2, lambda seconds, _: f"{_clock(seconds)} left"),
+}
+"""Of metrics that have a text of their own in a line: how soon each is left out, and the text."""
 
 
 def _with_loss(trainer: Trainer, left_out: set[str]) -> dict[str, float]:
@@ -403,26 +433,19 @@ def _print(line: str) -> None:
 
 
 def _table(trainer: Trainer) -> Iterator[tuple[str, str]]:
-    """What the handlers of the run know at its end."""
-    handlers, saver = [*stateful_handlers(trainer).values()], trainer.checkpoint
-    for timer in (handler for handler in handlers if isinstance(handler, _KnowsTheTime)):
-        seconds = timer.seconds_by_section
-        shares = {name: value / (sum(seconds.values()) or 1.0) for name, value in seconds.items()}
-        parts = [f"{name} {seconds[name]:.1f} s ({share:.0%})" for name, share in shares.items() if share >= _SMALLEST_SHARE]
-        for index, text in enumerate(_wrapped(parts)):
-            yield "time" if index == 0 else "", text
-    for validation in (handler for handler in handlers if isinstance(handler, _KnowsTheBest)):
-        if validation.best is not None:
-            yield "best", f"{validation.score} {validation.best:.6g} at update {validation.best_update}"
+    """The rows that the handlers of the run have at its end, and the memory; a row without a name continues the one above."""
+    rows: dict[str, list[str]] = {"time": [], "best": [], "memory": [], "files": []}
+    for handler in (trainer.checkpoint, *stateful_handlers(trainer).values()):
+        for name, text in handler.rows_at_end() if isinstance(handler, Attachable) else ():
+            rows[name].append(text)
     metrics = trainer.state.metrics
-    memory = {name: metrics[name] for name in PUBLISHED_METRICS if "memory" in name and name in metrics}
+    memory = [name for name in PUBLISHED_METRICS if "memory" in name and name in metrics]
     if memory:
-        kinds = {name.replace("memory", "").strip("_"): value for name, value in memory.items()}
-        yield "memory", ", ".join(f"{kind} {value:.2f} GiB" for kind, value in kinds.items())
-    files: list[tuple[Path, object]] = [(saver.directory, saver)] if isinstance(saver, _HasCheckpoints) else []
-    files += [(path, handler) for handler in handlers if isinstance(handler, _HasFiles) for path in handler.files]
-    for index, (path, writer) in enumerate(files):
-        yield "files" if index == 0 else "", f"{path} ({type(writer).__name__})"
+        rows["memory"] = [", ".join(f"{name.replace('memory', '').strip('_')} {metrics[name]:.2f} GiB" for name in memory)]
+    rows["time"] = [*_wrapped(rows["time"])]
+    for row, texts in rows.items():
+        for index, text in enumerate(filter(None, texts)):
+            yield row if index == 0 else "", text
 
 
 def _wrapped(parts: list[str]) -> Iterator[str]:
@@ -453,7 +476,11 @@ def _set_total(bar: Any, total: int | None) -> None:
 
 def _has_bars() -> bool:
     """Whether standard error is a terminal, or this is a notebook."""
-    return sys.stderr.isatty() or any(kind.__module__ == "tqdm.notebook" for kind in tqdm.__mro__)
+    return sys.stderr.isatty() or _are_widgets()
+
+
+def _are_widgets() -> bool:
+    return any(kind.__module__ == "tqdm.notebook" for kind in tqdm.__mro__)
 
 
 def _length(evaluator: Engine) -> int | None:

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from ignite_train.arguments import COUNT, TEXT, check_fields, describe, optional
 from ignite_train.kinds_of_handlers import ScoreHandler
 from ignite_train.metrics import refuse_other_mode
-from ignite_train.model.learning_rates import are_of
+from ignite_train.model.learning_rates import refuse_other_optimizer
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -41,12 +41,6 @@ class ReduceOnPlateau(ScoreHandler):
         ValueError: the scheduler's mode is not `mode`, or not the one that the score's name tells.
 
     Example:
-        >>> import torch
-        >>> from ignite_train import create_evaluator, create_trainer
-        >>> from ignite_train.handlers import ReduceOnPlateau, Validation
-        >>> def forward(model, x):
-        ...     return model(x).square().mean()
-        >>> model = torch.nn.Linear(3, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         >>> trainer, evaluator = create_trainer(model, optimizer, forward), create_evaluator(model, forward)
         >>> scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.25, patience=0, threshold=0)
@@ -85,11 +79,7 @@ class ReduceOnPlateau(ScoreHandler):
         Raises:
             ValueError: the scheduler is of another optimizer than that of `trainer`.
         """
-        if not are_of(trainer.optimizers, self.scheduler.optimizer):
-            raise ValueError(
-                f"scheduler must be of the trainer's optimizer, got one of another {type(self.scheduler.optimizer).__name__}; "
-                "build it with the optimizer that create_trainer was given"
-            )
+        refuse_other_optimizer(trainer.optimizers, self.scheduler)
         super().attach(trainer)
 
     def on_score(self, trainer: Trainer, score: float) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
 from numbers import Number
 from typing import Any, NamedTuple, Protocol
 
@@ -60,9 +59,6 @@ class StateMismatchError(TrainingError, RuntimeError):
             f"update {update}: the ranks differ in {', '.join(names[:_NAMED])}{more}{own}; {who}; {question}look for code that "
             "changes the state of one rank alone, and resume from a checkpoint no newer than the last check that passed"
         )
-
-    def __reduce__(self) -> Any:
-        return partial(type(self), most_parameters_differ=self.most_parameters_differ), (self.update, self.names, self.ranks)
 
 
 class _Check(NamedTuple):
@@ -121,17 +117,16 @@ class StateConsistency(PiggybackHandler):
     `num_steps`, `num_skipped`, `iteration` and `epoch`. Gradients are averaged over ranks, so no gradient norm and nothing else
     in training shows that a parameter, a moment or a learning rate differs on one rank.
 
-    A check reads the state once and makes a digest of it. The digest travels with the statistics of the next update, so that
-    the result is known one update later and costs no collective of its own; the last check of a run takes one. A single bit
-    that differs is always found; for other differences two digests are equal with a probability of about 2⁻⁶⁴. The digest
-    does not protect against deliberate changes.
+    A check reads the state once and makes a digest of it, which travels with the statistics of the next update: the result is
+    known one update later and costs no collective of its own; the last check of a run takes one. A single bit that differs is
+    always found; for other differences two digests are equal with a probability of about 2⁻⁶⁴. The digest does not protect
+    against deliberate changes.
 
-    What differs between ranks by design is left out: the running statistics of normalisation layers (each rank has those of
-    its own data, until DistributedDataParallel copies those of rank 0 to all), shards that no other rank holds, and objects
-    that are neither tensors nor numbers nor strings. Shards that several ranks hold, as with `fully_shard` over a mesh of two
-    dimensions (HSDP), are compared among these ranks. Optimizers must keep the same state on all ranks, as torch's do, except
-    for `ZeroRedundancyOptimizer`. With `reduction="local"` it compares after the updates in which `OuterOptimizer` has made the
-    replicas equal, and skips the others; pass `optimizer_state=False` there. All ranks attach it alike.
+    State that differs between ranks by design is left out: the running statistics of normalisation layers, shards that no other
+    rank holds, and objects that are neither tensors nor numbers nor strings. Shards that several ranks hold, as with
+    `fully_shard` over a mesh of two dimensions (HSDP), are compared among these ranks. Optimizers must keep the same state on
+    all ranks, as torch's do, except for `ZeroRedundancyOptimizer`. With `reduction="local"` it compares after the updates in
+    which `OuterOptimizer` has made the replicas equal; pass `optimizer_state=False` there. All ranks attach it alike.
 
     Args:
         model: the model, in `DistributedDataParallel` or not.
@@ -146,15 +141,8 @@ class StateConsistency(PiggybackHandler):
         ValueError: a name in `own_buffers` is not a buffer of the model.
 
     Example:
-        >>> import torch
-        >>> from ignite.engine import Events
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import StateConsistency
-        >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
         >>> handle = StateConsistency(model, optimizer).attach(trainer, Events.ITERATION_COMPLETED(every=2))
-        >>> trainer.run([torch.ones(8, 3)] * 4, max_epochs=1).num_steps
+        >>> trainer.run(data, max_epochs=1).num_steps
         4
     """
 

@@ -48,8 +48,7 @@ class StepTimer(PiggybackHandler):
     """Measures what each update spends in data, forward, backward, reduction, optimizer, handlers, evaluation and saving.
 
     The sections are those of `TrainingMetrics`, which has their sums. This handler has the times of each of the latest updates,
-    of sections of your own, of an accelerator too, and of all ranks. It attaches to no event inside an update, so that an
-    accelerator still queues its steps. An update lasts from the end of the one before to its own.
+    of sections of your own, of an accelerator too, and of all ranks. An update lasts from the end of the one before to its own.
 
     A section of your own is a `with`, in forward or in a handler; such sections can be nested, and one that an exception leaves
     is counted up to there. Their times are parts of those of the sections around them:
@@ -57,13 +56,11 @@ class StepTimer(PiggybackHandler):
         with timer.section("augment"):
             x = augment(x)
 
-    On an accelerator, events on the current stream time the same sections there. They are read when the device has come to
-    them, some updates later, and never waited for.
-
-    On several ranks, the means of each interval travel with the statistics of the next update, 8 numbers for each rank. So each
-    rank knows the slowest one: `"slowest_rank"`, the rank that took longest for data, forward, optimizer and handlers, where no
-    rank waits for another, and `"slowest_to_median"`, its time over that of the median rank (of two ranks, over that of the
-    other), are published in `trainer.state.metrics`.
+    On an accelerator, events on the current stream time the same sections there; they are read some updates later, and never
+    waited for. On several ranks the means of each interval travel with the statistics of the next update. So each rank knows
+    the slowest one: `"slowest_rank"`, the rank that took longest for data, forward, optimizer and handlers, where no rank waits
+    for another, and `"slowest_to_median"`, its time over the time of the median rank (of two ranks, of the other rank), are
+    published in `trainer.state.metrics`.
 
     Args:
         window: how many of the latest updates are kept.
@@ -78,10 +75,6 @@ class StepTimer(PiggybackHandler):
         ValueError: `window` is below 1, or `ranges` is not one of these.
 
     Example:
-        >>> import torch
-        >>> from ignite.engine import Events
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import StepTimer
         >>> timer = StepTimer()
         >>> def forward(model, x):
         ...     with timer.section("square"):
@@ -89,7 +82,7 @@ class StepTimer(PiggybackHandler):
         >>> model = torch.nn.Linear(3, 1)
         >>> trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
         >>> handle = timer.attach(trainer, Events.ITERATION_COMPLETED(every=2))
-        >>> state = trainer.run([torch.ones(2, 3)] * 4, max_epochs=1)
+        >>> state = trainer.run(data, max_epochs=1)
         >>> timer.summary()["square"].updates
         4
         >>> timer.summary()["square"].maximum < timer.summary()["forward"].maximum
@@ -265,12 +258,6 @@ def _append(windows: dict[str, deque[float]], update: dict[str, float], window: 
 
 def _times(window: Sequence[float]) -> SectionTimes:
     ordered = sorted(window)
-    p50, p90, p99 = (_percentile(ordered, part) for part in (0.5, 0.9, 0.99))
+    percentiles = statistics.quantiles(ordered * (1 + (len(ordered) == 1)), n=100, method="inclusive")
+    p50, p90, p99 = (percentiles[part - 1] for part in (50, 90, 99))
     return SectionTimes(len(ordered), statistics.fmean(ordered), p50, p90, p99, ordered[-1])
-
-
-def _percentile(ordered: Sequence[float], part: float) -> float:
-    """The value with `part` of the others below it, interpolated linearly between two."""
-    place = part * (len(ordered) - 1)
-    below, above = ordered[int(place)], ordered[min(int(place) + 1, len(ordered) - 1)]
-    return below + (above - below) * (place - int(place))

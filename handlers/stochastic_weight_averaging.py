@@ -37,18 +37,11 @@ class StochasticWeightAveraging(AveragingHandler):
         ValueError: `start` is below 0.
 
     Example:
-        >>> import torch
-        >>> from ignite_train import create_evaluator, create_trainer
-        >>> from ignite_train.handlers import StochasticWeightAveraging
-        >>> def forward(model, x):
-        ...     return model(x).square().mean()
-        >>> model = torch.nn.Linear(3, 1)
-        >>> trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
         >>> swa = StochasticWeightAveraging(start=8)
         >>> handle = swa.attach(trainer)
         >>> averaged = create_evaluator(model, forward)
         >>> swa.use_in(averaged)  # each of its runs evaluates the average
-        >>> state = trainer.run([torch.ones(8, 3)] * 4, max_epochs=4)  # averages after the epochs 2, 3 and 4
+        >>> state = trainer.run(data, max_epochs=4)  # averages after the epochs 2, 3 and 4
         >>> swa.num_updates
         3
     """

@@ -33,19 +33,17 @@ _SIGNALS = tuple(number for number in signal.Signals if number.name in ("SIGTERM
 class StopOnSignal(Handler):
     """Ends the run on all ranks after the same update when any of them gets a signal, so that handlers of COMPLETED can save.
 
-    For torchrun, SLURM and others that send SIGTERM some time before SIGKILL. The signal may reach one rank or all. The signal
-    handler makes two assignments; the request travels with the statistics of the running update or the next, as that of
-    `Trainer.terminate` does, and costs no collective. `run` then returns as usual, and `received` is the signal on the ranks
-    that got one, for a script that ends with status `128 + received`.
+    For torchrun, SLURM and others that send SIGTERM some time before SIGKILL, to one rank or to all. The request travels with
+    the statistics of the running update or the next, as that of `Trainer.terminate` does. `run` then returns as usual, and
+    `received` is the signal on the ranks that got one, for a script that ends with status `128 + received`.
 
-    Python runs no signal handler while the main thread is inside a collective or another call that does not return. A thread
-    learns of the signal nevertheless. If the run has not ended `grace_seconds` later, that thread logs it, writes the stacks of
-    all threads to standard error and ends the process with status `128 + signal`. A second signal, two seconds or more after
-    the first, ends the process at once.
+    Python runs no signal handler while the main thread is inside a collective, so a thread listens too. If the run has not
+    ended `grace_seconds` later, it logs that, writes the stacks of all threads to standard error and ends the process with
+    status `128 + signal`. A second signal, two seconds or more after the first, ends the process at once.
 
     Signal handlers are installed at STARTED, in the main thread only. The earlier ones are put back when the run is over, also
-    after an exception. Processes forked in between, such as workers of a DataLoader, have the earlier handlers. If several
-    trainers are running, such as those of a GAN, a signal asks each of them to stop that has a StopOnSignal of its own.
+    after an exception, and in processes that are forked meanwhile. If several trainers are running, such as those of a GAN, a
+    signal asks each of them to stop that has a StopOnSignal of its own.
 
     Args:
         signals: SIGTERM and SIGUSR1 by default, if the system has them.
@@ -59,18 +57,10 @@ class StopOnSignal(Handler):
         RuntimeError: in `run`, which is not called in the main thread.
 
     Example:
-        >>> import signal
-        >>> import torch
-        >>> from ignite.engine import Events
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import StopOnSignal
-        >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
         >>> stop = StopOnSignal()
         >>> stop.attach(trainer)
         >>> handle = trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: signal.raise_signal(signal.SIGTERM))
-        >>> trainer.run([torch.ones(8, 3)] * 4, max_epochs=1).iteration
+        >>> trainer.run(data, max_epochs=1).iteration
         2
         >>> stop.received.name
         'SIGTERM'

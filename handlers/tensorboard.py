@@ -15,8 +15,19 @@ from ignite.engine import Engine, Events, RemovableEventHandle
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ignite_train.arguments import COUNT, FLAG, NUMBERS, SEQUENCE, check_fields, describe, optional, path_of, positive_int
-from ignite_train.checkpoint.config import versions
+from ignite_train.arguments import (
+    COUNT,
+    FLAG,
+    NUMBERS,
+    SEQUENCE,
+    check_fields,
+    describe,
+    directory_of,
+    mapping_of,
+    optional,
+    positive_int,
+)
+from ignite_train.checkpoint.capture import versions
 from ignite_train.events import Event, TrainEvents
 from ignite_train.kinds_of_handlers import EVERY_50, RecordingHandler
 from ignite_train.kinds_of_handlers.event_file import EventFile, event_files, is_finished
@@ -37,19 +48,15 @@ _PATIENCE_SECONDS = 2.0  # for a second to pass
 class TensorBoard(RecordingHandler):
     """Writes `trainer.state.metrics` as scalars over the number of the update. On rank 0 only.
 
-    Scalars have the groups `train/`, `train/optimizer/` and `train/speed/`, those of an evaluator its tag, `validation/` say:
-    TensorBoard sorts its sections by name and opens the first two, which so are `train`, with the loss, and `validation`. The
-    tab "custom scalars" shows the training and each evaluation in one chart, metric by metric; the tabs "text" and "hparams"
-    have `config`, how the trainer was made, and the versions of what it runs on. The points that are written together are one
-    event. `show` adds samples of predictions, and `histograms` those of weights, gradients and updates, as `weights/`,
-    `weights.gradients/` and `weights.updates/`.
+    Scalars have the groups `train/`, `train/optimizer/` and `train/speed/`, those of an evaluator its tag, `validation/` say.
+    The tab "custom scalars" shows the training and each evaluation in one chart, metric by metric; the tabs "text" and
+    "hparams" have `config`, how the trainer was made, and the versions of what it runs on. `show` adds samples of predictions,
+    and `histograms` those of weights, gradients and updates, as `weights/`, `weights.gradients/` and `weights.updates/`.
 
-    A run that resumes shows each point once: those that an earlier process wrote after the place where this one takes over are
-    hidden. A run that starts from the beginning moves the files of an earlier one into the directory `old.1`, those of the next
-    into `old.2`, and so on; TensorBoard shows each as a run of its own. What is written is with the operating system at once,
-    so that a killed process loses none of it. Where there are points of an earlier process, an evaluation before the run is
-    written only if the run starts from the beginning. A metric that is not a single number becomes several, or is left out
-    with one warning.
+    A run that resumes shows each point once: points that an earlier process wrote after the checkpoint are hidden. A run that
+    starts from the beginning moves the files of an earlier one into the directory `old.1`, the next into `old.2`, and so on;
+    TensorBoard shows each as a run of its own. What is written is with the operating system at once. A metric that is not a
+    single number becomes several, or is left out with one warning.
 
     Args:
         log_dir: a directory, of one run; `tensorboard --logdir` opens it.
@@ -66,19 +73,9 @@ class TensorBoard(RecordingHandler):
         ValueError: `on_error` is neither of the two, or `histograms` is below 1.
 
     Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> import torch
-        >>> from ignite.engine import Events
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import TensorBoard, TrainingMetrics
-        >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
-        >>> directory = Path(tempfile.mkdtemp())
         >>> handle = TensorBoard(directory).attach(trainer, Events.ITERATION_COMPLETED(every=2))
         >>> handle = TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=2))
-        >>> state = trainer.run([torch.ones(2, 3)] * 4, max_epochs=1)
+        >>> state = trainer.run(data, max_epochs=1)
         >>> len(list(directory.glob("events.out.tfevents.*")))
         1
     """
@@ -94,7 +91,7 @@ class TensorBoard(RecordingHandler):
         on_error: Literal["warn", "raise"] = "warn",
     ) -> None:
         super().__init__(on_error)
-        self.log_dir, self.config = path_of("log_dir", log_dir), dict(config or {})
+        self.log_dir, self.config = directory_of("log_dir", log_dir), mapping_of("config", config)
         self.histograms = None if histograms is None else positive_int("histograms", histograms)
         self._file: EventFile | None = None  # made when there is something to write
         self._loaded = False
@@ -104,10 +101,9 @@ class TensorBoard(RecordingHandler):
         self._others: list[bytes] = []  # the summaries of that update other than points
         self._weights: dict[str, Tensor] = {}  # before the step, where there are histograms of it
 
-    @property
-    def files(self) -> list[Path]:
+    def rows_at_end(self) -> list[tuple[str, str]]:
         """The directory."""
-        return [self.log_dir]
+        return [("files", f"{self.log_dir} (TensorBoard)")]
 
     def attach(
         self,

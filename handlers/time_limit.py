@@ -30,14 +30,8 @@ class TimeLimit(Handler):
         TypeError, ValueError: `seconds` is not a number greater than 0.
 
     Example:
-        >>> import torch
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import TimeLimit
-        >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
         >>> handle = TimeLimit(seconds=3600).attach(trainer)
-        >>> trainer.run([torch.ones(8, 3)] * 4, max_epochs=1).iteration
+        >>> trainer.run(data, max_epochs=1).iteration
         4
     """
 

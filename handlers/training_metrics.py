@@ -6,13 +6,13 @@ import logging
 import math
 import resource
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from ignite.engine import Engine, Events, RemovableEventHandle
 
-from ignite_train.arguments import MAPPING, NUMBER, NUMBERS, TEXTS, check_fields, did_you_mean, real_number
+from ignite_train.arguments import AMOUNT, MAPPING, NUMBER, NUMBERS, TEXTS, check_fields, did_you_mean, real_number
 from ignite_train.engine.sections import SECTIONS, Sections
 from ignite_train.events import Event, every
 from ignite_train.kinds_of_handlers import Handler
@@ -24,9 +24,13 @@ __all__ = ["TrainingMetrics"]
 
 _logger = logging.getLogger(__name__)
 _SUMS = ("updates", "steps", "loss", "sample_size", "grad_norm", "grad_norm_max", "clipped")
+_AMOUNTS = ("updates", "steps", "sample_size", "clipped")  # of these
 _UPDATE = ("forward", "backward", "reduction", "optimizer")  # the sections of an update
 _TRAINING = ("data", *_UPDATE)
+_OUTSIDE = ("handler", "between_updates")
+_APART = ("evaluation", "checkpoint", *_OUTSIDE)
 _GIB = 2.0**30
+_SMALLEST_SHARE = 0.005  # of the time, for a section to be in the table at the end
 _MAX_PENDING = 256  # records that are kept, however long the interval is
 
 _Record = tuple[UpdateOutput, dict[str, float], dict[str, float]]
@@ -52,7 +56,8 @@ class TrainingMetrics(Handler):
     - `"data_seconds"`: waiting for the loader; `"forward_seconds"`; `"backward_seconds"`, with the reductions that overlap it;
       `"reduction_seconds"`: what is left of them, and the norm; `"optimizer_seconds"`; `"evaluation_seconds"`: of `Validation`
       and of the evaluators that `attach` was given; `"checkpoint_seconds"`: what saving has held the run;
-      `"handler_seconds"`: all other handlers. Together they are the time since the metrics were last published;
+      `"handler_seconds"`: all other handlers; `"between_updates_seconds"`, in a session: what the script does outside of
+      `update`. Together they are the time since the metrics were last published;
     - `"update_seconds"`: forward, backward, reduction and optimizer;
     - `"data_wait"`: data / (data + update). Above a few percent, add workers;
     - `"samples_per_second"` (of sample_size), `"updates_per_second"`, and `"tokens_per_second"` for a log `"tokens"` that
@@ -85,15 +90,8 @@ class TrainingMetrics(Handler):
         ValueError: one of the last two is given without the other, or is not greater than 0.
 
     Example:
-        >>> import torch
-        >>> from ignite.engine import Events
-        >>> from ignite_train import create_trainer
-        >>> from ignite_train.handlers import TrainingMetrics
-        >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
         >>> handle = TrainingMetrics(memory=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
-        >>> metrics = trainer.run([torch.ones(2, 3)] * 4, max_epochs=1).metrics
+        >>> metrics = trainer.run(data, max_epochs=1).metrics
         >>> [name for name in metrics if "second" not in name]  # doctest: +NORMALIZE_WHITESPACE
         ['loss', 'grad_norm', 'grad_norm_max', 'clipped', 'sample_size', 'learning_rate', 'skipped', 'data_wait', 'train_wall',
          'wall', 'progress', 'time_to_go']
@@ -121,19 +119,20 @@ class TrainingMetrics(Handler):
         self._unknown = set(self.per_second)  # names that are still to be looked for among the logs
         self._totals = dict.fromkeys((*SECTIONS, "updates"), 0.0)  # of the intervals that are over
         self._sections: Sections | None = None
+        self._around_evaluation: str | None = None  # the section in which an evaluation has begun
         self._pending: list[_Record] = []  # of the interval, not yet added to the sums
         self._sums: dict[str, float] = {}
         self._logs: dict[str, float] = {}
         self._log_weights: dict[str, float] = {}  # of those with a denominator of their own
         self._published: set[str] = set()  # logs of the interval before
-        self._loaded: dict[str, float] = {}  # seconds of this interval in an earlier process
-        self._until_interval: dict[str, float] = {}  # seconds of this process before the interval
-        self._reset({})
+        self._before_run: dict[str, float] = {}  # seconds by section, of earlier runs and processes
+        self._offset = dict.fromkeys(SECTIONS, 0.0)  # from seconds of this process to those of the interval
+        self._begin_interval()
 
     def attach(
         self,
         trainer: Trainer,
-        event: Event = every(50, Events.ITERATION_COMPLETED),
+        event: Event = every(50, Events.ITERATION_COMPLETED, early=True),
         *,
         evaluator: Engine | None = None,
     ) -> RemovableEventHandle:
@@ -147,7 +146,9 @@ class TrainingMetrics(Handler):
             evaluator: whose time is `"evaluation_seconds"`, wherever it is run; for more of them see `watch`.
         """
         self._sections = trainer.sections
-        self._until_interval = self._sections.seconds()
+        now = self._sections.seconds()
+        self._offset = {name: offset - now[name] for name, offset in self._offset.items()}
+        trainer.on_enter.append(self._note_start)
         trainer.moments.on_record.append(self._note)
         trainer.prepend_event_handler(Events.COMPLETED, self)
         if evaluator is not None:
@@ -162,7 +163,18 @@ class TrainingMetrics(Handler):
     @property
     def seconds_by_section(self) -> dict[str, float]:
         """Seconds since training began, earlier processes included, by section: data, forward, evaluation, ..."""
-        return self._since_beginning(self._in_interval(self._clock()))
+        seconds = self._in_interval()
+        return {name: self._totals[name] + seconds[name] for name in SECTIONS}
+
+    def rows_at_end(self) -> Iterator[tuple[str, str]]:
+        """The time of each section that took some of this run."""
+        seconds = {name: value - self._before_run.get(name, 0.0) for name, value in self.seconds_by_section.items()}
+        for name, value in seconds.items():
+            if (share := value / (sum(seconds.values()) or 1.0)) >= _SMALLEST_SHARE:
+                yield "time", f"{name.replace('_', ' ')} {value:.1f} s ({share:.0%})"
+
+    def _note_start(self, _trainer: Trainer) -> None:
+        self._before_run = self.seconds_by_section
 
     def __call__(self, trainer: Trainer) -> None:
         """Publishes, and begins the next interval."""
@@ -170,18 +182,19 @@ class TrainingMetrics(Handler):
         output = trainer.state.update_output
         if output is None or self._sums["updates"] == 0:
             return
-        metrics, now = trainer.state.metrics, self._clock()
-        seconds = self._in_interval(now)
-        by_section = self._since_beginning(seconds)
+        metrics, seconds = trainer.state.metrics, self._in_interval()
+        totals = {name: self._totals[name] + seconds[name] for name in SECTIONS}
+        updates = self._totals["updates"] + self._sums["updates"]
         self._publish_means(metrics)
-        self._warn_of_unknown()
         self._publish_options(metrics, trainer, output)
-        self._publish_speed(metrics, seconds, by_section)
-        self._publish_progress(metrics, trainer, seconds, by_section)
+        self._publish_speed(metrics, seconds)
+        metrics["train_wall"], metrics["wall"] = _sum_of(totals, _TRAINING), sum(totals.values())
+        self._publish_progress(metrics, trainer, seconds, _sum_of(totals, _APART) / updates)
         if self.memory:
             metrics |= _memory(next(trainer.model.parameters()).device)
-        self._totals = {**by_section, "updates": self._totals["updates"] + self._sums["updates"]}
-        self._reset(now)
+        self._totals = {**totals, "updates": updates}
+        self._offset = {name: offset - seconds[name] for name, offset in self._offset.items()}
+        self._begin_interval()
 
     def state_dict(self) -> dict[str, Any]:
         """What was added up since the metrics were last published, and the time since training began."""
@@ -191,7 +204,7 @@ class TrainingMetrics(Handler):
             "logs": dict(self._logs),
             "log_weights": dict(self._log_weights),
             "published": sorted(self._published),
-            "seconds": {"interval": self._in_interval(self._clock()), "totals": dict(self._totals)},
+            "seconds": {"interval": self._in_interval(), "totals": dict(self._totals)},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -204,35 +217,26 @@ class TrainingMetrics(Handler):
         owner, numbers = "TrainingMetrics", dict.fromkeys(("sums", "logs", "log_weights"), NUMBERS)
         check_fields(owner, state_dict, {**numbers, "published": TEXTS, "seconds": MAPPING})
         sums, seconds = state_dict["sums"], state_dict["seconds"]
-        check_fields(owner, sums, dict.fromkeys(_SUMS, NUMBER))
+        check_fields(owner, sums, {**dict.fromkeys(_SUMS, NUMBER), **dict.fromkeys(_AMOUNTS, AMOUNT)})
         check_fields(owner, seconds, dict.fromkeys(("interval", "totals"), NUMBERS))
         check_fields(owner, seconds["interval"], dict.fromkeys(SECTIONS, NUMBER))
-        check_fields(owner, seconds["totals"], dict.fromkeys((*SECTIONS, "updates"), NUMBER))
-        self._reset(self._clock())
+        check_fields(owner, seconds["totals"], {**dict.fromkeys(SECTIONS, NUMBER), "updates": AMOUNT})
+        self._begin_interval()
         self._sums = {name: sums[name] for name in _SUMS}
         self._logs, self._log_weights = dict(state_dict["logs"]), dict(state_dict["log_weights"])
         self._published = {*state_dict["published"]}
-        self._loaded |= seconds["interval"]
+        here = self._in_interval()
+        self._offset = {name: offset + seconds["interval"][name] - here[name] for name, offset in self._offset.items()}
         self._totals |= seconds["totals"]
 
-    def _reset(self, now: dict[str, float]) -> None:
-        """Begins an interval, at what `_clock` has said."""
-        self._pending, self._until_interval = [], now
+    def _begin_interval(self) -> None:
+        self._pending = []
         self._sums, self._logs, self._log_weights = dict.fromkeys(_SUMS, 0.0), {}, {}
-        self._loaded = dict.fromkeys(SECTIONS, 0.0)
 
-    def _clock(self) -> dict[str, float]:
-        """The seconds of this process by section, up to now; empty before it is attached."""
-        return {} if self._sections is None else self._sections.seconds()
-
-    def _in_interval(self, now: Mapping[str, float]) -> dict[str, float]:
-        """The seconds of this interval by section, up to what `_clock` has said."""
-        loaded, before = self._loaded, self._until_interval
-        return {name: loaded[name] + seconds - before[name] for name, seconds in now.items()} or dict(loaded)
-
-    def _since_beginning(self, interval: Mapping[str, float]) -> dict[str, float]:
-        """The seconds since training began by section, up to the end of this interval."""
-        return {name: self._totals[name] + interval[name] for name in SECTIONS}
+    def _in_interval(self) -> dict[str, float]:
+        """The seconds of this interval by section, up to now."""
+        now = None if self._sections is None else self._sections.seconds()
+        return {name: offset + (0.0 if now is None else now[name]) for name, offset in self._offset.items()}
 
     # --- what is added up -------------------------------------------------------------------------------------------------
 
@@ -245,7 +249,7 @@ class TrainingMetrics(Handler):
     def _add_pending(self) -> None:
         """Adds what is kept to the sums, update by update in their order: so it does not matter when it is done."""
         sums, logs, weights = self._sums, self._logs, self._log_weights
-        steps, loss, size, norm, largest, clipped = (sums[name] for name in _SUMS[1:])
+        updates, steps, loss, size, norm, largest, clipped = sums.values()
         for output, logs_of_update, weights_of_update in self._pending:
             if output.skipped_reason is None:
                 steps += 1
@@ -258,17 +262,17 @@ class TrainingMetrics(Handler):
                     logs[name] = logs.get(name, 0.0) + value
                 for name, weight in weights_of_update.items():
                     weights[name] = weights.get(name, 0.0) + weight
-        updates = sums["updates"] + len(self._pending)
+        updates += len(self._pending)
         self._sums = dict(zip(_SUMS, (updates, steps, loss, size, norm, largest, clipped), strict=True))
         self._pending = []
 
     def _start_evaluation(self) -> None:
-        if self._sections is not None and self._sections.current == "handler":
-            self._sections.switch("evaluation")
+        if self._sections is not None and self._sections.current in _OUTSIDE:
+            self._around_evaluation = self._sections.switch("evaluation")
 
     def _end_evaluation(self) -> None:
         if self._sections is not None and self._sections.current == "evaluation":
-            self._sections.switch("handler")
+            self._sections.switch(self._around_evaluation)
 
     # --- what is published ------------------------------------------------------------------------------------------------
 
@@ -282,6 +286,8 @@ class TrainingMetrics(Handler):
             for name in ("loss", "loss_base2", "perplexity", "grad_norm", "grad_norm_max", "clipped", "sample_size"):
                 metrics.pop(name, None)
             return
+        if self._unknown:
+            self._warn_of_unknown()
         samples = sums["sample_size"]
         metrics["loss"] = loss = sums["loss"] / samples
         if self.base2:
@@ -296,8 +302,6 @@ class TrainingMetrics(Handler):
 
     def _warn_of_unknown(self) -> None:
         """Says once which names of `per_second` no log has."""
-        if not self._sums["steps"]:
-            return
         unknown, self._unknown = self._unknown - self._logs.keys(), set()
         for name in sorted(unknown) if collectives.is_main_rank() else ():
             hint = did_you_mean(name, self._logs)
@@ -317,7 +321,7 @@ class TrainingMetrics(Handler):
             metrics["loss_scale"] = output.loss_scale
         metrics["skipped"] = float(trainer.state.num_skipped)
 
-    def _publish_speed(self, metrics: dict[str, Any], seconds: Mapping[str, float], by_section: Mapping[str, float]) -> None:
+    def _publish_speed(self, metrics: dict[str, Any], seconds: Mapping[str, float]) -> None:
         sums = self._sums
         training = _sum_of(seconds, _TRAINING) or math.nan
         samples_per_second = sums["sample_size"] / training
@@ -326,27 +330,23 @@ class TrainingMetrics(Handler):
             metrics[f"{name}_per_second"] = self._logs.get(name, 0.0) / training
         if self._utilisation_per_rate is not None:
             metrics["model_flop_utilisation"] = samples_per_second * self._utilisation_per_rate / collectives.world_size()
-        metrics |= {f"{name}_seconds": value for name, value in seconds.items()}
+        shown = (name for name in seconds if name != "between_updates" or self.seconds_by_section[name])
+        metrics |= {f"{name}_seconds": seconds[name] for name in shown}
         metrics["update_seconds"] = _sum_of(seconds, _UPDATE)
         metrics["data_wait"] = seconds["data"] / training
-        metrics["train_wall"] = _sum_of(by_section, _TRAINING)
-        metrics["wall"] = sum(by_section.values())
 
-    def _publish_progress(
-        self, metrics: dict[str, Any], trainer: Trainer, seconds: Mapping[str, float], by_section: Mapping[str, float]
-    ) -> None:
+    def _publish_progress(self, metrics: dict[str, Any], trainer: Trainer, seconds: Mapping[str, float], apart: float) -> None:
+        """Publishes how far the run is; `apart` is the time of an update besides that of training."""
         progress = trainer.progress.of_run(trainer.state)
         if progress is None:
             return
-        updates = self._sums["updates"]
         remaining = trainer.state.iteration * (1.0 - progress.after) / progress.after
-        apart = _sum_of(by_section, ("evaluation", "checkpoint", "handler")) / (self._totals["updates"] + updates)
-        training = _sum_of(seconds, _TRAINING) / updates
+        training = _sum_of(seconds, _TRAINING) / self._sums["updates"]
         metrics["progress"], metrics["time_to_go"] = progress.before, remaining * (training + apart)
 
 
 def _sum_of(seconds: Mapping[str, float], names: Iterable[str]) -> float:
-    return sum(seconds[name] for name in names)
+    return sum(map(seconds.__getitem__, names))
 
 
 def _memory(device: torch.device) -> dict[str, float]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from ignite.engine import Engine, Events, RemovableEventHandle
 
-from ignite_train.arguments import COUNT, NUMBER, TEXT, check_fields, describe, did_you_mean, optional, positive_int
-from ignite_train.engine.dispatch import Dispatcher
-from ignite_train.evaluation.evaluator import kept_state
+from ignite_train.arguments import COUNT, NUMBER, TEXT, check_fields, describe, optional, positive_int
+from ignite_train.engine.dispatch import Attachable, Dispatcher, attached, is_of_library, stateful_handlers
+from ignite_train.evaluation.evaluator import Evaluator, kept_state
 from ignite_train.events import Event
 from ignite_train.kinds_of_handlers import Handler
-from ignite_train.metrics import refuse_other_mode, score_mode
+from ignite_train.metrics import refuse_other_mode, score_in, score_mode
+from ignite_train.model.random_state import kept_random_state
 from ignite_train.trainer import Trainer
 
 __all__ = ["Validation"]
@@ -36,8 +37,9 @@ class Validation(Handler):
         mode: `"min"` if lower scores are better, `"max"` if higher; None: the words of the score's name decide, such as loss,
             error and perplexity, or accuracy, bleu, f1 and auc, and the log says how. Only a strictly better score is a new
             best, NaN never.
-        sanity: before the first update, evaluate this many micro-batches, so that an error in the evaluation or a misspelt
-            `score` is found at once; 0: do not. The result is dropped, and handlers of the evaluator's COMPLETED do not run.
+        sanity: before the first update, evaluate this many micro-batches, so that an error in the evaluation, or a score that
+            this handler, `EarlyStopping`, `ReduceOnPlateau` or `Checkpoint` misspells, is found at once; 0: do not. The result
+            is dropped, handlers of the evaluator's COMPLETED do not run, and random numbers are put back.
 
     Attributes:
         best: the best score so far, or None.
@@ -50,17 +52,9 @@ class Validation(Handler):
             the evaluator has no metric `score`.
 
     Example:
-        >>> import torch
-        >>> from ignite.engine import Events
-        >>> from ignite_train import create_evaluator, create_trainer
-        >>> from ignite_train.handlers import Validation
-        >>> def forward(model, x):
-        ...     return model(x).square().mean()
-        >>> model = torch.nn.Linear(3, 1)
-        >>> trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
         >>> validation = Validation(create_evaluator(model, forward), [torch.ones(8, 3)])
         >>> handle = validation.attach(trainer, Events.ITERATION_COMPLETED(every=3) | Events.EPOCH_COMPLETED)
-        >>> state = trainer.run([torch.ones(8, 3)] * 4, max_epochs=2)
+        >>> state = trainer.run(data, max_epochs=2)
         >>> sorted(validation.evaluator.state.metrics), validation.best_update is not None
         (['loss'], True)
     """
@@ -74,7 +68,7 @@ class Validation(Handler):
         *,
         score: str = "loss",
         mode: Literal["min", "max"] | None = None,
-        sanity: int = 0,
+        sanity: int = 1,
     ) -> None:
         if not isinstance(evaluator, Engine) or isinstance(evaluator, Trainer):
             raise TypeError(
@@ -107,35 +101,70 @@ class Validation(Handler):
         if update == self._latest_update:
             return
         with trainer.section("evaluation"):
-            score = self._score_in(self._evaluate())
+            score = score_in(self._evaluate(), self.score)
         if math.isnan(score):
             _logger.warning(f"update {update}: the validation's {self.score} is NaN; the best so far stays {self.best}")
-        self.is_best = self.best is None or self._sign * score < self._sign * self.best
-        self.is_best = self.is_best and not math.isnan(score)
+        self.is_best = self._is_better(score)
         if self.is_best:
             self.best, self.best_update = score, update
         self._latest_update = update
+
+    def scores(self) -> list[tuple[Engine, str | None]]:
+        """Its own."""
+        return [(self.evaluator, self.score)]
+
+    def runs(self) -> list[Engine]:
+        """The evaluator."""
+        return [self.evaluator]
+
+    def improves(self, evaluator: Engine) -> bool:
+        """Whether the evaluator is its own, and its score is better than the best before."""
+        metrics = evaluator.state.metrics
+        return evaluator is self.evaluator and self.score in metrics and self._is_better(score_in(metrics, self.score))
+
+    def _is_better(self, score: float) -> bool:
+        return not math.isnan(score) and (self.best is None or self._sign * score < self._sign * self.best)
+
+    def rows_at_end(self) -> list[tuple[str, str]]:
+        """The best score."""
+        return [] if self.best is None else [("best", f"{self.score} {self.best:.6g} at update {self.best_update}")]
 
     def _evaluate(self, **limit: int) -> Mapping[str, Any]:
         # Ignite's own engine gives None once, and does nothing, if its latest run ended with an exception.
         state: Any = self.evaluator.run(self.loader, **limit) or self.evaluator.run(self.loader, **limit)
         return dict(state.metrics)
 
-    def _score_in(self, metrics: Mapping[str, Any]) -> float:
-        if self.score not in metrics:
-            hint = did_you_mean(self.score, metrics)
-            raise ValueError(f"score must be one of the evaluator's metrics {sorted(metrics)}, got {self.score!r}{hint}")
-        return _number(self.score, metrics[self.score])
-
     def _rehearse(self, trainer: Trainer) -> None:
-        """Evaluates a few micro-batches, unless the run continues, where the evaluation has worked before."""
-        if trainer.state.iteration > 0:
+        """Evaluates a few micro-batches, unless the run continues, where it has worked, or it would use up the loader."""
+        if trainer.state.iteration > 0 or isinstance(self.loader, Iterator):
             return
         evaluator = self.evaluator
         add = evaluator.append_event_handler if isinstance(evaluator, Dispatcher) else evaluator.add_event_handler
         skip = add(Events.EPOCH_COMPLETED, self._skip_completed)
-        with kept_state(evaluator), trainer.section("evaluation"), skip:
-            self._score_in(self._evaluate(epoch_length=self.sanity))
+        owners = (self.loader, evaluator.model if isinstance(evaluator, Evaluator) else None)
+        with kept_state(evaluator), kept_random_state(owners), trainer.section("evaluation"), skip:
+            try:
+                metrics = self._evaluate(epoch_length=self.sanity)
+                for name in dict.fromkeys((self.score, *self._scores_of_others(trainer))):
+                    if name in metrics or not self._publishes_at_its_end():
+                        score_in(metrics, name)
+            except Exception as error:
+                error.add_note(
+                    f"this was a rehearsal with {self.sanity} micro-batches before the first update; Validation(sanity=0) "
+                    "leaves it out"
+                )
+                raise
+
+    def _publishes_at_its_end(self) -> bool:
+        """Whether a metric may be published by a handler of COMPLETED, which the rehearsal leaves out."""
+        at_end = [handler for event, handler, _ in attached(self.evaluator) if event == Events.COMPLETED]
+        return not all(is_of_library(handler) for handler in at_end)
+
+    def _scores_of_others(self, trainer: Trainer) -> list[str]:
+        """The metrics that other handlers need of this evaluator."""
+        others = [trainer.checkpoint, *stateful_handlers(self.evaluator).values()]
+        scores = [score for other in others if isinstance(other, Attachable) for score in other.scores()]
+        return [name for evaluator, name in scores if evaluator is self.evaluator and name is not None]
 
     def _skip_completed(self) -> None:
         self.evaluator.terminate(skip_completed=True)
@@ -158,11 +187,3 @@ class Validation(Handler):
         self.best, self.best_update = state_dict["best"], state_dict["best_update"]
         self._latest_update = state_dict["latest_update"]
         self.is_best = self.best_update is not None and self.best_update == self._latest_update
-
-
-def _number(name: str, value: Any) -> float:
-    """A score as a number; a metric of Ignite may be a tensor of one element, or a matrix."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"score must name a metric that is one number, got {name!r}, which is {describe(value)}") from error

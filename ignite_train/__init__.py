@@ -24,14 +24,15 @@ from ignite_train.errors import (
     UnreadableCheckpointError,
 )
 from ignite_train.evaluation.evaluator import Evaluator, create_evaluator
-from ignite_train.events import TrainEvents
-from ignite_train.forward import Forward, ForwardOutput
+from ignite_train.events import TrainEvents, only
+from ignite_train.forward import Forward, ForwardOutput, Mean
 from ignite_train.model.deterministic import deterministic
 from ignite_train.model.loss_declaration import LossDeclarationWarning
 from ignite_train.model.model_summary import ModelSummary, model_summary
 from ignite_train.model.parameter_groups import parameter_groups
 from ignite_train.model.precision import PrecisionName
 from ignite_train.model.warm_up_schedule import WarmUpSchedule
+from ignite_train.other_words import refuse_import
 from ignite_train.ranks.messages import Piggyback
 from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.tools.tune import tune
@@ -39,6 +40,7 @@ from ignite_train.tools.tuned import Tuned
 from ignite_train.traffic import Counted, Traffic, count_traffic
 from ignite_train.trainer import Trainer
 from ignite_train.update.attach_metric import attach_metric
+from ignite_train.update.kept_outputs import KeptOutputs, keep_outputs
 from ignite_train.update.loss_scaling import (
     DeepSpeedLossScaling,
     FairseqLossScaling,
@@ -66,11 +68,13 @@ __all__ = [
     "ForwardOutput",
     "GaveUpError",
     "GradientAccessError",
+    "KeptOutputs",
     "LearningRateError",
     "LockTakenOverError",
     "LossDeclarationWarning",
     "LossScaleFloorError",
     "LossScaling",
+    "Mean",
     "ModelSummary",
     "NoGradientError",
     "NoLossScaling",
@@ -101,7 +105,14 @@ __all__ = [
     "create_supervised_trainer",
     "create_trainer",
     "deterministic",
+    "keep_outputs",
     "model_summary",
+    "only",
     "parameter_groups",
     "tune",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Answers a name of another library."""
+    raise refuse_import(__name__, "ignite_train.handlers", name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from os import PathLike
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 __all__ = [
+    "AMOUNT",
     "COUNT",
     "FLAG",
     "MAPPING",
@@ -28,6 +30,8 @@ __all__ = [
     "check_state_dict",
     "describe",
     "did_you_mean",
+    "directory_of",
+    "mapping_of",
     "named_ranks",
     "one_of",
     "optional",
@@ -43,7 +47,7 @@ _MAX_COUNT = 2**53
 
 
 class Field(NamedTuple):
-    """What an entry of a state may be.
+    """The kind of an entry of a state.
 
     Attributes:
         what: in words.
@@ -64,6 +68,7 @@ def _are_texts(values: Iterable[Any]) -> bool:
 
 COUNT = Field("an integer of at least 0", lambda value: type(value) is int and 0 <= value < _MAX_COUNT)
 NUMBER = Field("a number", _is_number)
+AMOUNT = Field("a number of at least 0", lambda value: _is_number(value) and value >= 0)
 FLAG = Field("True or False", lambda value: isinstance(value, bool))
 TEXT = Field("a string", lambda value: isinstance(value, str))
 TEXTS = Field("a list of strings", lambda value: isinstance(value, (list, tuple)) and _are_texts(value))
@@ -199,6 +204,41 @@ def path_of(name: str, value: Any) -> Path:
         return Path(value).expanduser()
     except RuntimeError:
         raise ValueError(f"{name} must not begin with an unknown '~', got {str(value)!r}; write the whole path") from None
+
+
+def directory_of(name: str, value: Any) -> Path:
+    """Returns `value` as the path of a directory that is there or can be made, as far as can be told.
+
+    Raises:
+        TypeError: `value` is not a path.
+        ValueError: files can never be written there.
+    """
+    directory = path_of(name, value)
+    above = next((path for path in (directory, *directory.absolute().parents) if path.exists() or path.is_symlink()), directory)
+    problem = ""
+    if above.exists() and not above.is_dir():
+        problem = (
+            f"got {str(value)!r}, where {str(above)!r} is a file" if above != directory else f"got the file {str(above)!r}"
+        )
+    elif above.is_symlink() and not above.exists():
+        link = f"{str(above)!r} is a link to a path that does not exist"
+        problem = f"got {str(value)!r}, where {link}; create its target, or remove the link"
+    elif above.exists() and not os.access(above, os.W_OK | os.X_OK):
+        problem = f"got {str(value)!r}, where {str(above)!r} may not be written to"
+    if problem:
+        raise ValueError(f"{name} must be a directory, or not exist yet, {problem}")
+    return directory
+
+
+def mapping_of(name: str, value: Any) -> dict[str, Any]:
+    """Returns `value` as a dict; None is an empty one.
+
+    Raises:
+        TypeError: `value` is not a mapping.
+    """
+    if value is not None and not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping, got {describe(value)}; vars({name}) makes one of a Namespace")
+    return dict(value or {})
 
 
 def describe(value: Any) -> str:

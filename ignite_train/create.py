@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from functools import partial, wraps
-from typing import Any, Literal, ParamSpec
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from ignite.engine import Events, _prepare_batch
+from ignite.utils import manual_seed
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import UninitializedParameter
@@ -17,14 +19,14 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ignite_train.arguments import describe, did_you_mean, one_of, real_number
-from ignite_train.carried import Carried
 from ignite_train.data.grouping import AccumulationSteps, MicroBatchGrouping
 from ignite_train.device.to_device import ToDevice
 from ignite_train.events import TrainEvents
-from ignite_train.forward import BoundForward, Forward, ForwardOutput, bind_forward
-from ignite_train.model.compiled_step import CompiledStep
+from ignite_train.fast.choose import choose
+from ignite_train.forward import Forward, ForwardOutput, bind_forward
 from ignite_train.model.gradients import Gradients, PartedGradients
 from ignite_train.model.learning_rates import LearningRates
+from ignite_train.model.loss_declaration import without_first_look
 from ignite_train.model.optimizers import (
     OneOrSeveralOptimizers,
     Optimizers,
@@ -36,50 +38,40 @@ from ignite_train.model.precision import Precision, PrecisionName
 from ignite_train.model.seeding import Seeding
 from ignite_train.model.sparse_parameters import check_sparse_parameters
 from ignite_train.model.step_watch import StepWatch
-from ignite_train.model.stepping import Stepping, SteppingTogether
+from ignite_train.other_words import answers_other_words
 from ignite_train.protection import Protect, protect_ranks
 from ignite_train.ranks import collectives
-from ignite_train.ranks.placeholder_reduction import PlaceholderReduction
+from ignite_train.ranks.placeholders import PlaceholderReduction
 from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.replicas import LocalReduction
 from ignite_train.ranks.statistics import Statistics
 from ignite_train.ranks.wrapping import reduction_for
 from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.trainer import OutputTransform, Trainer
-from ignite_train.update.compilation import Compile, compile_in_place, of_model, of_update, why_no_graph
-from ignite_train.update.compiled_update import CompiledUpdate, say_why_not_compiled
+from ignite_train.update.compilation import Compile, compile_in_place, of_model
+from ignite_train.update.cross import Cross
+from ignite_train.update.decision import Rules
 from ignite_train.update.eval_mode import warn_of_eval_mode
-from ignite_train.update.gradient_loggers import warn_of_gradient_loggers
+from ignite_train.update.forward_backward import ForwardBackward
+from ignite_train.update.gather import Gather
+from ignite_train.update.handler_guard import HandlerGuard
 from ignite_train.update.idle_run import warn_of_idle_run
+from ignite_train.update.ignite_handlers import warn_of_ignite_handlers
 from ignite_train.update.local_update import LocalUpdate
 from ignite_train.update.loss_scaling import LossScaling, NoLossScaling, TorchLossScaling
 from ignite_train.update.norm_limits import NormLimits
 from ignite_train.update.options import UpdateOptions
 from ignite_train.update.out_of_memory import RecoverFromOutOfMemory
-from ignite_train.update.queued_step import QueuedStep
 from ignite_train.update.sparse_gradients import refuse_sparse_gradients
+from ignite_train.update.stepper import OneStepper, SeveralSteppers, Stepper
 from ignite_train.update.update import Update
 
 __all__ = ["create_supervised_trainer", "create_trainer"]
 
-_Parameters = ParamSpec("_Parameters")
-_RARE = frozenset(field.name for field in fields(UpdateOptions))
+_RARE = {field.name: f"options=UpdateOptions({field.name}=...)" for field in fields(UpdateOptions)}
 
 
-def _refuses_rare_settings(create: Callable[_Parameters, Trainer]) -> Callable[_Parameters, Trainer]:
-    """Answers a rare setting that is passed as an argument with where it belongs."""
-
-    @wraps(create)
-    def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> Trainer:
-        misplaced = next((name for name in kwargs if name in _RARE), None)
-        if misplaced is not None:
-            raise TypeError(f"{create.__name__} takes {misplaced} in its options: pass options=UpdateOptions({misplaced}=...)")
-        return create(*args, **kwargs)
-
-    return checked
-
-
-@_refuses_rare_settings
+@partial(answers_other_words, elsewhere=_RARE)
 def create_trainer(
     model: nn.Module,
     optimizer: OneOrSeveralOptimizers,
@@ -97,8 +89,8 @@ def create_trainer(
 ) -> Trainer:
     """Makes a trainer: an Ignite engine whose one iteration is one optimizer update over a group of micro-batches.
 
-    The gradient of an update is Σ∇loss / Σsample_size over all micro-batches and ranks (fairseq's rule), however the samples
-    were cut. Micro-batches are moved to the device of the model.
+    The gradient of an update is Σ∇loss / Σsample_size over all micro-batches and ranks (fairseq's rule), however the batch
+    is split. Micro-batches are moved to the device of the model.
 
     Args:
         model: on the device where it trains. A plain module in a single process; on several ranks wrapped by `idist.auto_model`
@@ -109,7 +101,7 @@ def create_trainer(
             of these, or a bare scalar: a mean, which makes the update the mean of the micro-batch means. If it has a third
             positional parameter without a default, it is given `trainer.state` too.
         accumulation_steps: micro-batches to an update: a number, one for each epoch (the last repeats), or a function of
-            the number of the update.
+            the number of the update, which counts from 1.
         max_grad_norm: clip the L2 norm of the mean gradient, over all parameters and after the reduction over ranks, to this;
             None does not clip. With a mapping of optimizers, a mapping of limits by their names clips the gradients of each by
             their own norm.
@@ -161,77 +153,71 @@ def create_trainer(
     _check_transform(output_transform)
     limit, limits = _norm_limits(max_grad_norm, optimizers)
     _check_combinations(options, limits, compiled=compile is not False)
-    carried, device, bound = state.carried, next(model.parameters()).device, bind_forward(forward, lambda: state)
+    bound, device = bind_forward(forward, lambda: state), next(model.parameters()).device
     accumulates, replays = accumulation_steps != 1, options.uneven == "replay"
-    reduction = reduction_for(model, options.reduction, accumulates=accumulates, in_step=replays, carried=carried)
-    gradients, stepping = _gradients_and_stepping(reduction.module, optimizers, limits, options)
-    rates, statistics = LearningRates(optimizers), Statistics(device)
-    make_update = _kind_of_update(compile, model, optimizers, reduction, options, takes_state=bound is not forward)
-    update = make_update(
+    reduction = reduction_for(model, options.reduction, accumulates=accumulates, in_step=replays, carried=state.carried)
+    gradients, stepper = _gradients_and_stepper(reduction.module, optimizers)
+    passes = ForwardBackward(
         model=model,
-        optimizer=optimizers,
-        state=state,
-        forward=bound,
-        backward=compile_in_place(model, of_model(compile, model), backward=options.compiled_autograd),
+        module=reduction.module,
+        user_forward=bound,
+        run_backward=compile_in_place(model, of_model(compile, model), backward=options.compiled_autograd),
         transfer=ToDevice(device),
         precision=Precision(precision, device),
         loss_scaling=_loss_scaling(loss_scaling, precision),
-        reduction=reduction,
-        statistics=statistics,
-        gradients=gradients,
-        learning_rates=rates,
-        stepping=stepping,
-        queued_step=QueuedStep(gradients, statistics, stepping, rates, reduction.divisor, limit, normalize=options.normalize),
-        recovery=_recovery(options.on_out_of_memory, reduction, gradients, statistics, carried, bound),
-        carried=carried,
-        max_grad_norm=limit,
-        norm_limits=_norm_limits_of(limits, gradients, reduction),
-        options=options,
         seeding=_seeding(seed, device),
+        guard=HandlerGuard(gradients, optimizers, keeps_graph=options.create_graph),
+        state=state,
+        options=options,
     )
-    parts = {"model": reduction.module, **optimizers_as_parts(optimizers)}
+    update = _new_update(passes, reduction, gradients, stepper, LearningRates(optimizers), limit, limits)
+    choose(update, optimizers, compile, takes_state=bound is not forward)
+    parts = {"model": update.gather.reduction.module, **optimizers_as_parts(optimizers)}
     description = _description(accumulation_steps, max_grad_norm, precision, options.reduction, seed) | update.config
     trainer = Trainer(update, _grouping(accumulation_steps, options, model), parts, description, state, output_transform)
     _complete(trainer, update, model, options)
     return protect_ranks(trainer, protect, model)
 
 
-def _kind_of_update(
-    compile: Compile,  # noqa: A002  # torch's name for it
-    model: nn.Module,
-    optimizers: Optimizer | Optimizers,
+def _new_update(
+    passes: ForwardBackward,
     reduction: Reduction,
-    options: UpdateOptions,
-    *,
-    takes_state: bool,
-) -> Callable[..., Update]:
-    """What makes the update: one whose gradients stay on their rank, one that is compiled as a whole, or the ordinary one."""
+    gradients: Gradients,
+    stepper: Stepper,
+    rates: LearningRates,
+    limit: float | None,
+    limits: Mapping[str, float],
+) -> Update:
+    """Puts the phases of an update together, without accelerations."""
+    statistics = Statistics(next(passes.model.parameters()).device)
+    recovery = _recovery(passes, reduction, gradients, statistics)
+    gather = Gather(passes=passes, reduction=reduction, statistics=statistics, gradients=gradients, recovery=recovery)
     kind = LocalUpdate if isinstance(reduction, LocalReduction) else Update
-    settings = of_update(compile, next(model.parameters()).device)
-    if settings is None:
-        return kind
-    number = 1 if isinstance(optimizers, Optimizer) else len(optimizers.named)
-    reason = why_no_graph(model, reduction, options, num_optimizers=number, takes_state=takes_state)
-    if reason is None and isinstance(optimizers, Optimizer):
-        reason = CompiledStep(optimizers, model).why_never()
-    if reason is None:
-        return partial(CompiledUpdate, settings=settings)
-    say_why_not_compiled(reason)
-    return kind
+    return kind(
+        state=passes.state,
+        gather=gather,
+        cross=Cross(gather=gather, learning_rates=rates, watch=stepper.watch),
+        rules=Rules(reduction.divisor, passes.loss_scaling.enabled, limit, passes.options.normalize),
+        norm_limits=_norm_limits_of(limits, gradients, reduction),
+        stepper=stepper,
+        learning_rates=rates,
+        options=passes.options,
+    )
 
 
 def _complete(trainer: Trainer, update: Update, model: nn.Module, options: UpdateOptions) -> None:
     """Attaches what belongs to the update, and what looks for mistakes that are known only in the run."""
     if isinstance(update, LocalUpdate):
         update.join(trainer)
-    warn_of_gradient_loggers(trainer, keeps_gradients=options.keep_gradients)
+    accumulates = trainer.config["accumulation_steps"] != 1
+    warn_of_ignite_handlers(trainer, keeps_gradients=options.keep_gradients, accumulates=accumulates)
     refuse_sparse_gradients(trainer, model)
     if options.train_mode:
-        warn_of_eval_mode(trainer, update.reduction.module)
+        warn_of_eval_mode(trainer, update.gather.reduction.module)
     warn_of_idle_run(trainer)
 
 
-@_refuses_rare_settings
+@partial(answers_other_words, elsewhere=_RARE)
 def create_supervised_trainer(
     model: nn.Module,
     optimizer: OneOrSeveralOptimizers,
@@ -272,9 +258,12 @@ def create_supervised_trainer(
             this rank, detached, and of the mean loss of the update over all micro-batches and ranks, a number (with `item()`,
             as Ignite's functions expect). None makes it that loss as a float, and holds no predictions. A rank without a
             micro-batch in this update has None for the first three; after a resume `state.output` is None until an update.
-        deterministic: True has each run call `torch.use_deterministic_algorithms(True, warn_only=True)` and switch off cuDNN's
-            benchmark, where there is CUDA, as Ignite's DeterministicEngine does. The order of the data, and random numbers
-            after a resume, are those of a run without a break anyway: see `ResumableLoader`.
+        deterministic: True does what Ignite's DeterministicEngine does. Where there is CUDA, each run calls
+            `torch.use_deterministic_algorithms(True, warn_only=True)` and switches off cuDNN's benchmark. Each run draws a seed
+            from torch's generator, and each epoch seeds all generators by that and its number: so a script that seeds torch
+            and resumes from Ignite's `Checkpoint` at the end of an epoch continues with the same batches and random numbers; in
+            the middle of an epoch, with the same batches only. With our `Checkpoint` attached, which resumes anywhere without
+            this, the generators are left alone.
         amp_mode: `"amp"` is Ignite's name for `precision="fp16"`.
         scaler: True scales the loss by `TorchLossScaling()`.
         gradient_accumulation_steps: `create_trainer`'s `accumulation_steps`.
@@ -309,6 +298,8 @@ def create_supervised_trainer(
     precision, loss_scaling = _of_ignite(amp_mode, scaler, precision, loss_scaling)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be callable as loss_fn(y_pred, y), got {loss_fn!r}")
+    if isinstance(loss_fn, type):
+        raise TypeError(f"loss_fn must be a loss and not its class, got {loss_fn.__name__}; write {loss_fn.__name__}()")
     is_sum = isinstance(loss_fn, nn.modules.loss._Loss) and loss_fn.reduction == "sum"
     last = None if output_transform is None else _LastMicroBatch(output_transform)
 
@@ -318,7 +309,7 @@ def create_supervised_trainer(
         if last is not None:
             last.hold(x, y, y_pred)
         loss = loss_fn(y_pred, y)
-        return ForwardOutput(loss if is_sum else loss * len(y), sample_size=len(y))
+        return ForwardOutput(loss if is_sum else loss * len(y), sample_size=len(y), outputs=(y_pred, y))
 
     trainer = create_trainer(
         model,
@@ -331,13 +322,13 @@ def create_supervised_trainer(
         compile=compile,
         protect=protect,
         seed=seed,
-        output_transform=_loss_of if last is None else last,
+        output_transform=(lambda output: output.loss) if last is None else last,
         options=options,
     )
     if last is not None:
         trainer.add_event_handler(TrainEvents.FORWARD_COMPLETED, last.keep)
     if deterministic:
-        trainer.add_event_handler(Events.STARTED, _use_deterministic_algorithms)
+        _be_deterministic(trainer)
     return _refuse_other_than_pairs(trainer) if prepare_batch is _prepare_batch else trainer
 
 
@@ -387,15 +378,22 @@ class _LastMicroBatch:
         return self._transform(*held, np.float64(output.loss))
 
 
-def _loss_of(output: UpdateOutput) -> float:
-    return output.loss
+def _be_deterministic(trainer: Trainer) -> None:
+    """Has `trainer` do what Ignite's DeterministicEngine does: its seeds are those of the same script with Ignite's engine."""
+    seed_of_run: list[int] = []
 
+    def begin_run(trainer: Trainer) -> None:
+        if torch.cuda.is_available():
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.backends.cudnn.benchmark = False
+        seed_of_run[:] = [] if trainer.checkpoint is not None else [int(torch.randint(0, int(1e9), (1,)))]
 
-def _use_deterministic_algorithms() -> None:
-    """As Ignite's DeterministicEngine does when a run starts."""
-    if torch.cuda.is_available():
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.backends.cudnn.benchmark = False
+    def begin_epoch(trainer: Trainer) -> None:
+        for seed in seed_of_run:
+            manual_seed(seed + trainer.state.epoch - 1)
+
+    trainer.add_event_handler(Events.STARTED, begin_run)
+    trainer.append_event_handler(Events.EPOCH_STARTED, begin_epoch)  # last, and before the data is opened
 
 
 def _check_transform(transform: Any) -> None:
@@ -426,11 +424,10 @@ def _kind_of_batch(batch: Any) -> str:
 
 
 def _checked_options(options: Any) -> UpdateOptions:
-    if options is None:
-        return UpdateOptions()
+    options = UpdateOptions() if options is None else options
     if not isinstance(options, UpdateOptions):
         raise TypeError(f"options must be UpdateOptions(...), got {describe(options)}")
-    return options
+    return replace(options, fast=False) if os.environ.get("IGNITE_TRAIN_FAST") == "0" else options
 
 
 def _norm_limits(max_grad_norm: Any, optimizers: Optimizer | Optimizers) -> tuple[float | None, dict[str, float]]:
@@ -453,16 +450,14 @@ def _norm_limits(max_grad_norm: Any, optimizers: Optimizer | Optimizers) -> tupl
     return None, dict(max_grad_norm)
 
 
-def _gradients_and_stepping(
-    module: nn.Module, optimizers: Optimizer | Optimizers, limits: Mapping[str, float], options: UpdateOptions
-) -> tuple[Gradients, Stepping | SteppingTogether]:
+def _gradients_and_stepper(module: nn.Module, optimizers: Optimizer | Optimizers) -> tuple[Gradients, Stepper]:
     watch = StepWatch(optimizers)
     if isinstance(optimizers, Optimizer):
         gradients = Gradients(module, optimizers)
-        return gradients, Stepping(optimizers, gradients, watch, takes_closure=bool(options.closure))
+        return gradients, OneStepper(optimizers, gradients, watch)
     together = PartedGradients(module, optimizers)
-    steps = [(Stepping(optimizers.named[name], part, watch), part) for name, part in together.parts.items()]
-    return together, SteppingTogether(steps, watch, limits_each=bool(limits))
+    steps = [(OneStepper(optimizers.named[name], part, watch), part) for name, part in together.parts.items()]
+    return together, SeveralSteppers(steps, watch)
 
 
 def _norm_limits_of(limits: Mapping[str, float], gradients: Gradients, reduction: Reduction) -> NormLimits | None:
@@ -496,13 +491,9 @@ def _seeding(seed: Any, device: torch.device) -> Seeding | None:
 
 
 def _recovery(
-    on_out_of_memory: str,
-    reduction: Reduction,
-    gradients: Gradients,
-    statistics: Statistics,
-    carried: Carried,
-    forward: BoundForward,
+    passes: ForwardBackward, reduction: Reduction, gradients: Gradients, statistics: Statistics
 ) -> RecoverFromOutOfMemory | None:
+    on_out_of_memory = passes.options.on_out_of_memory
     if on_out_of_memory == "raise":
         return None
     if isinstance(reduction, PlaceholderReduction):
@@ -516,14 +507,13 @@ def _recovery(
             "a rank that leaves its backward leaves the others waiting in theirs; "
             "pass a plain model and options=UpdateOptions(reduction='explicit')"
         )
-    split = on_out_of_memory == "split"
     return RecoverFromOutOfMemory(
-        split=split,
+        split=on_out_of_memory == "split",
         module=reduction.module,
         gradients=gradients,
         statistics=statistics,
-        carried=carried,
-        forward=forward,
+        carried=passes.carried,
+        forward=without_first_look(passes.user_forward),
     )
 
 

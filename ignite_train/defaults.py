@@ -6,14 +6,16 @@ Handlers are imported where they are attached, so that importing the package sta
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ignite.engine import Engine, Events
 
-from ignite_train.arguments import did_you_mean, one_of, path_of, positive_int
+from ignite_train.arguments import did_you_mean, directory_of, one_of, positive_int
+from ignite_train.engine.dispatch import attached
 from ignite_train.events import every as every_nth
+from ignite_train.other_words import answers_other_words
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -41,12 +43,14 @@ class Defaults(NamedTuple):
     tensorboard: TensorBoard | None = None
 
 
+@answers_other_words
 def attach_defaults(
     trainer: Trainer,
     *,
     directory: str | Path,
     evaluator: Engine | None = None,
     every: int = 50,
+    unit: str = "samples",
     config: Mapping[str, Any] | None = None,
     leave_out: Collection[str] = (),
     log_level: str | None = None,
@@ -62,7 +66,9 @@ def attach_defaults(
         trainer: the trainer.
         directory: where the run writes: `metrics.jsonl`, which `python -m ignite_train.plot` draws, and `tensorboard`.
         evaluator: whose progress, metrics and time are shown, as `validation/...`.
-        every: updates between two lines, and between two points.
+        every: updates between two lines, and between two points. From 50 on there are some at updates 1, 2, 5, 10, 20, 50, ...
+            too, so that a short run has curves.
+        unit: what `sample_size` counts, for the speed that is shown.
         config: the hyper-parameters, for TensorBoard; see `TensorBoard`.
         leave_out: names of `Defaults` that are not attached, such as `("tensorboard",)`.
         log_level: the least that the library's logger `"ignite_train"` lets through: `"DEBUG"`, `"INFO"`, `"WARNING"` or
@@ -93,13 +99,13 @@ def attach_defaults(
     """
     from ignite_train.handlers import JsonLines, ProgressLog, TensorBoard, TrainingMetrics
 
-    directory = path_of("directory", directory)
-    event = every_nth(positive_int("every", every), Events.ITERATION_COMPLETED)
-    made: dict[str, Any] = {
-        "training_metrics": TrainingMetrics(),
-        "progress": ProgressLog(),
-        "json_lines": JsonLines(directory / "metrics.jsonl"),
-        "tensorboard": TensorBoard(directory / "tensorboard", config=config),
+    directory = directory_of("directory", directory)
+    event = every_nth(positive_int("every", every), Events.ITERATION_COMPLETED, early=True)
+    made: dict[str, Callable[[], Any]] = {
+        "training_metrics": TrainingMetrics,
+        "progress": lambda: ProgressLog(unit=unit),
+        "json_lines": lambda: JsonLines(directory / "metrics.jsonl"),
+        "tensorboard": lambda: TensorBoard(directory / "tensorboard", config=config),
     }
     if isinstance(leave_out, str):
         raise TypeError(f"leave_out must be a sequence of names, got {leave_out!r}; pass ({leave_out!r},)")
@@ -108,10 +114,15 @@ def attach_defaults(
             raise ValueError(f"leave_out must have names among {', '.join(made)}, got {name!r}{did_you_mean(name, made)}")
     if log_level is not None:
         _set_log_level(one_of("log_level", log_level, _LEVELS), on_all_ranks=log_on_all_ranks)
-    attached = {name: handler for name, handler in made.items() if name not in leave_out}
-    for handler in attached.values():
+    if "training_metrics" not in leave_out and any(isinstance(handler, TrainingMetrics) for _, handler, _ in attached(trainer)):
+        raise ValueError(
+            "trainer must have TrainingMetrics once, got those of attach_defaults beside others; call attach_defaults once, or "
+            "pass leave_out=('training_metrics',)"
+        )
+    chosen = {name: make() for name, make in made.items() if name not in leave_out}
+    for handler in chosen.values():
         handler.attach(trainer, event, evaluator=evaluator)
-    return Defaults(**attached)
+    return Defaults(**chosen)
 
 
 def _set_log_level(level: str, *, on_all_ranks: bool) -> None:

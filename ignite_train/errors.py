@@ -20,6 +20,9 @@ A caller's mistake that is known before the first batch is a plain `ValueError` 
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any, Self
+
 __all__ = [
     "CheckpointError",
     "CheckpointFormatError",
@@ -40,7 +43,19 @@ __all__ = [
 
 
 class TrainingError(Exception):
-    """The root of every error that this library raises while training."""
+    """The root of every error that this library raises while training. A copy is made with the arguments of the original."""
+
+    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Keeps the arguments: `args` of an exception is its message."""
+        error = super().__new__(cls, *args)
+        error._made_with = args, kwargs
+        return error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        args, kwargs = self._made_with
+        return partial(type(self), **kwargs), args, vars(self)
 
 
 class ForwardContractError(TrainingError, TypeError):
@@ -65,9 +80,6 @@ class SparseGradientError(TrainingError, ValueError):
             "with sparse=True, where fully_shard is not used; use such a module, or call the embedding with sparse=False"
         )
 
-    def __reduce__(self) -> tuple[type[SparseGradientError], tuple[str]]:
-        return type(self), (self.parameter,)
-
 
 class UnlikeParametersError(TrainingError, RuntimeError):
     """In a sharded model some ranks have gradients of other parameters than the rest. Raised on all of them, before the step.
@@ -87,9 +99,6 @@ class UnlikeParametersError(TrainingError, RuntimeError):
             "with options=UpdateOptions(reduction='explicit')"
         )
 
-    def __reduce__(self) -> tuple[type[UnlikeParametersError], tuple[str, tuple[int, ...]]]:
-        return type(self), (self.parameter, self.ranks)
-
 
 class LearningRateError(TrainingError, ValueError):
     """A learning rate of the optimizer is NaN or infinite. It is raised before the step: no parameter was moved.
@@ -106,9 +115,6 @@ class LearningRateError(TrainingError, ValueError):
             f"{optimizer} must have finite learning rates, got {learning_rate!r} in param_groups[{group}]; no parameter was "
             "moved; look at the learning-rate schedule, and at what else sets param_groups[...]['lr']"
         )
-
-    def __reduce__(self) -> tuple[type[LearningRateError], tuple[int, float, str]]:
-        return type(self), (self.group, self.learning_rate, self.optimizer)
 
 
 class GradientAccessError(TrainingError, RuntimeError):
@@ -131,9 +137,6 @@ class DamagedCheckpointError(CheckpointError):
         self.path, self.reason = path, reason
         super().__init__(f"checkpoint {path} is damaged: {reason}")
 
-    def __reduce__(self) -> tuple[type[DamagedCheckpointError], tuple[str, str]]:
-        return type(self), (self.path, self.reason)
-
 
 class CheckpointFormatError(CheckpointError):
     """A checkpoint has a newer format than this version of the library reads. It may well be whole: it is left untouched.
@@ -152,9 +155,6 @@ class CheckpointFormatError(CheckpointError):
             "one, or move it to another directory"
         )
 
-    def __reduce__(self) -> tuple[type[CheckpointFormatError], tuple[str, int, int]]:
-        return type(self), (self.path, self.found, self.newest)
-
 
 class LockTakenOverError(CheckpointError):
     """Another run has taken over the directory of this one, which never gets it back."""
@@ -171,9 +171,6 @@ class UnreadableCheckpointError(CheckpointError):
     def __init__(self, path: str, reason: str) -> None:
         self.path, self.reason = path, reason
         super().__init__(f"{path} cannot be read: {reason}; nothing was renamed: start again when the disk is readable")
-
-    def __reduce__(self) -> tuple[type[UnreadableCheckpointError], tuple[str, str]]:
-        return type(self), (self.path, self.reason)
 
 
 class NonFiniteError(TrainingError, FloatingPointError):
@@ -206,9 +203,6 @@ class NonFiniteError(TrainingError, FloatingPointError):
             f"gradients after they were reduced, and resume from a checkpoint before update {update}"
         )
 
-    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int, float, float, tuple[str, ...], tuple[int, ...]]]:
-        return type(self), (self.update, self.loss, self.grad_norm, self.where, self.disagreeing)
-
 
 class GaveUpError(TrainingError, RuntimeError):
     """Too many updates in a row were skipped or ran out of memory.
@@ -224,9 +218,6 @@ class GaveUpError(TrainingError, RuntimeError):
             f"update {update} is number {in_a_row} in a row that {why}: more updates will not help; look at the data and the "
             "learning rate, use smaller micro-batches, or raise give_up_after in UpdateOptions"
         )
-
-    def __reduce__(self) -> tuple[type[GaveUpError], tuple[int, int, str]]:
-        return type(self), (self.update, self.in_a_row, self.why)
 
 
 class LossScaleFloorError(TrainingError, FloatingPointError):
@@ -245,6 +236,3 @@ class LossScaleFloorError(TrainingError, FloatingPointError):
             f"gradients overflow at loss scale {loss_scale:g}, which must not fall below {floor:g}{origin}: the loss has most "
             "likely diverged; lower the learning rate, set max_grad_norm, or train with precision='bf16'"
         )
-
-    def __reduce__(self) -> tuple[type[LossScaleFloorError], tuple[float, float, tuple[str, ...]]]:
-        return type(self), (self.loss_scale, self.floor, self.where)

@@ -6,7 +6,11 @@ from typing import Any
 
 from ignite.engine import CallableEventWithFilter, EventEnum, Events, EventsList
 
-__all__ = ["EVENT_COUNTERS", "Event", "EveryNth", "TrainEvents", "every"]
+from ignite_train.arguments import describe
+
+__all__ = ["EVENT_COUNTERS", "Event", "EveryNth", "TrainEvents", "every", "only"]
+
+_LONG = 50  # updates between two lines, so that a short run has too few of them
 
 Event = CallableEventWithFilter | EventsList
 """An event, an event with a filter (`X(every=10)`), or several (`X | Y`)."""
@@ -51,31 +55,68 @@ class TrainEvents(EventEnum):
 
 
 class EveryNth:
-    """A filter as of `event(every=number)`, whose number can be read: so the trainer need not call it."""
+    """A filter as of `event(every=number)`, whose number can be read: so the trainer need not call it.
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    Args:
+        number: n.
+        early: counts at which the event fires too.
+    """
+
+    def __init__(self, number: int, early: frozenset[int] = frozenset()) -> None:
+        self.number, self.early = number, early
 
     def __call__(self, engine: Any, count: int) -> bool:  # noqa: ARG002  # as Ignite calls it
         """Whether the event fires."""
-        return count % self.number == 0
+        return count % self.number == 0 or count in self.early
 
 
 class _EveryNthEvent(CallableEventWithFilter):
     """An event whose filter can be read in a signature."""
 
-    def __init__(self, number: int, event: CallableEventWithFilter) -> None:
+    def __init__(self, number: int, event: CallableEventWithFilter, early: frozenset[int]) -> None:
         event(every=number)  # raises an error unless it is a number
-        super().__init__(event.value, EveryNth(number), event.name)
+        super().__init__(event.value, EveryNth(number, early), event.name)
         self._shown = f"{event!r}(every={number})"
 
     def __repr__(self) -> str:
         return self._shown
 
 
-def every(number: int, event: CallableEventWithFilter) -> CallableEventWithFilter:
-    """Returns `event(every=number)`, printed as such: for defaults, which `help()` shows."""
-    return _EveryNthEvent(number, event)
+def every(number: int, event: CallableEventWithFilter, *, early: bool = False) -> CallableEventWithFilter:
+    """Returns `event(every=number)`, printed as such: for defaults, which `help()` shows.
+
+    Args:
+        number: n.
+        event: without a filter.
+        early: from a number of 50 on, it also fires at 1, 2, 5, 10, 20, 50, ... below it, so that a short run has curves.
+    """
+    series = (digit * 10**power for power in range(len(str(number))) for digit in (1, 2, 5))
+    return _EveryNthEvent(number, event, frozenset(series if early and number >= _LONG else ()))
+
+
+def only(name: str | None, event: CallableEventWithFilter = TrainEvents.STEP_COMPLETED) -> CallableEventWithFilter:
+    """Returns `event` for the updates of one name alone, which `trainer.update(..., name=...)` gives; None: those without one.
+
+    A handler that is to follow the ordinary updates only, and not those of another forward, is attached at it:
+    `ModelEMA().attach(trainer, only(None))`.
+
+    Args:
+        name: of the updates.
+        event: at which the record is there: GRADIENTS_READY or a later one.
+
+    Raises:
+        TypeError: `name` is not a string, or `event` not an event.
+    """
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be a string, or None, got {describe(name)}")
+    if not isinstance(event, CallableEventWithFilter):
+        raise TypeError(f"event must be an event, such as TrainEvents.STEP_COMPLETED, got {describe(event)}")
+
+    def is_named(engine: Any, _: int) -> bool:
+        record = engine.state.update_output
+        return record is not None and record.name == name
+
+    return event(event_filter=is_named)
 
 
 EVENT_COUNTERS: dict[str | CallableEventWithFilter, str] = {

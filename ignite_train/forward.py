@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -16,10 +16,15 @@ from ignite_train.errors import ForwardContractError
 from ignite_train.metrics import PUBLISHED_METRICS, is_published_metric
 
 __all__ = [
+    "OF_THIS_MICRO_BATCH",
     "RESERVED_NAMES",
+    "TERM",
+    "UNCOUNTED",
     "BoundForward",
     "Forward",
     "ForwardOutput",
+    "Mean",
+    "TermTotals",
     "as_forward_output",
     "bind_forward",
     "is_declared",
@@ -32,6 +37,18 @@ RESERVED_NAMES = frozenset(PUBLISHED_METRICS)
 """The metrics that the evaluator and handlers publish, beside which the logs are put; see `is_published_metric` for those whose
 names depend on the run."""
 
+TERM = "loss/"
+"""What the logs begin with that a loss of several terms leaves, one for each of them."""
+
+TermTotals = Mapping[str, float] | None
+"""The denominator of each term of a loss over the whole update, or one of the two constants below."""
+
+OF_THIS_MICRO_BATCH: TermTotals = None
+"""Nothing else is in the update, so that the denominators are those of its one micro-batch."""
+
+UNCOUNTED: TermTotals = {}
+"""There are other micro-batches, or ranks, and no function has counted them."""
+
 _PLAIN_NUMBERS = {int, float}  # asking for a plain number first is faster than isinstance(x, Tensor)
 
 _checked_names: set[str] = set()  # of logs, so that a name is looked at when it is new and not in each micro-batch
@@ -41,6 +58,18 @@ _NOT_DECLARED = float("1")
 not compile it."""
 
 
+class Mean(NamedTuple):
+    """A log that is a mean over the samples of the micro-batch already, such as `{"accuracy": Mean(right.float().mean())}`.
+
+    It weighs as much as the micro-batch, by its `sample_size`. Without this class a number in `logs` is a sum.
+
+    Attributes:
+        value: the mean; a number or a scalar tensor.
+    """
+
+    value: float | Tensor
+
+
 class ForwardOutput(NamedTuple):
     """The loss of one micro-batch and how much it weighs.
 
@@ -48,20 +77,24 @@ class ForwardOutput(NamedTuple):
 
     Attributes:
         loss: the loss **summed** over the micro-batch, a tensor with one element and, in training, a graph. Where `sample_size`
-            is left out, it is taken as a mean of weight 1.
+            is left out, it is taken as a mean of weight 1. Several losses with denominators of their own are a mapping,
+            `{"mlm": (mlm_sum, num_masked), "nsp": (nsp_sum, num_pairs)}`, without a `sample_size`: the update is along
+            Σ∇mlm/Σnum_masked + Σ∇nsp/Σnum_pairs, and each mean is published as `"loss/mlm"` and so on. A term without samples
+            must be a sum of 0. See `UpdateOptions(sample_sizes=...)`.
         sample_size: the weight of this micro-batch in the mean: its targets, tokens or samples. A number or a scalar tensor,
             at least 0. The update's gradient is Σ∇loss / Σsample_size over all micro-batches and ranks.
         logs: sums to be added up over micro-batches and ranks beside the loss; numbers or scalar tensors by name, whose means
-            are per sample. A pair such as `{"nll": (nll_sum, num_tokens)}` has a denominator of its own, which is added up too.
-            The names of metrics that are published anyway, such as `"loss"` and `"learning_rate"`, are refused.
+            are per sample: `{"accuracy": num_correct}`. What is a mean already is given as `{"accuracy": Mean(mean)}`. A pair
+            such as `{"nll": (nll_sum, num_tokens)}` has a denominator of its own, which is added up too. The names of
+            metrics that are published anyway, such as `"loss"` and `"learning_rate"`, are refused.
         outputs: anything that handlers and Ignite's metrics are to see of this micro-batch, such as `(y_pred, y)`. Neither
             reduced nor kept: it is an evaluator's `state.output`, and `state.forward_output.outputs` in an update, where it
             still has its graph.
     """
 
-    loss: Tensor
+    loss: Tensor | Any  # or a mapping, which `as_forward_output` makes a tensor of
     sample_size: float | Tensor = _NOT_DECLARED
-    logs: Mapping[str, float | Tensor | tuple[float | Tensor, float | Tensor]] = {}
+    logs: Mapping[str, float | Tensor | Mean | tuple[float | Tensor, float | Tensor]] = {}
     outputs: Any = None
 
 
@@ -73,6 +106,7 @@ Forward = BoundForward | Callable[[nn.Module, Any, Any], ForwardOutput | tuple[A
 a `ForwardOutput`, a plain tuple of its fields, or a scalar: a mean loss of weight 1. The second of a plain pair must be a whole
 number, since an accuracy or another loss may have been meant."""
 
+_NAMES_OF_MODELS = {"model", "module", "net", "network"}
 _CALLS = "forward(model, micro_batch) or forward(model, micro_batch, state)"
 
 
@@ -103,6 +137,8 @@ def bind_forward(forward: Callable[..., Any], get_state: Callable[[], Any]) -> B
         signature.bind(*(None,) * max(2, min(3, len(required))))
     except TypeError:
         raise TypeError(f"forward must be callable as {_CALLS}, got one with the parameters {signature!s:.80}") from None
+    if len(required) > 1 and required[1].name in _NAMES_OF_MODELS and required[0].name not in _NAMES_OF_MODELS:
+        raise TypeError(f"forward must be callable as {_CALLS}, got the parameters {signature!s:.80}; put the model first")
     if len(required) < 3:
         return forward
 
@@ -118,8 +154,12 @@ def is_declared(output: ForwardOutput) -> bool:
     return output.sample_size is not _NOT_DECLARED
 
 
-def as_forward_output(returned: Any) -> ForwardOutput:
-    """Reads what `forward` returned. A bare scalar tensor is a mean of weight 1.
+def as_forward_output(returned: Any, term_totals: TermTotals = OF_THIS_MICRO_BATCH) -> ForwardOutput:
+    """Reads what `forward` returned. A bare scalar tensor is a mean of weight 1. A loss of several terms becomes one number.
+
+    Args:
+        returned: by the user's function.
+        term_totals: the denominators of a loss with several terms.
 
     Raises:
         ForwardContractError: it is nothing of what `Forward` allows; the message says what to return.
@@ -134,7 +174,38 @@ def as_forward_output(returned: Any) -> ForwardOutput:
             refuse_fraction(returned[1])
     else:
         raise ForwardContractError(f"forward returned {_describe(returned)}; {_CONTRACT}")
+    if term_totals or isinstance(output.loss, dict):
+        output = _sum_of_terms(output, term_totals)
     loss, sample_size, logs, _ = output
+    _check_loss(loss)
+    is_plain = type(sample_size) in _PLAIN_NUMBERS
+    if not is_plain:
+        _check_size(sample_size)
+    if (is_plain or not isinstance(sample_size, Tensor)) and not 0 <= sample_size < math.inf:
+        raise ForwardContractError(f"sample_size must be finite and at least 0, forward returned {sample_size!r}")
+    if not isinstance(logs, (dict, Mapping)):  # a dict is told apart faster than any mapping
+        raise ForwardContractError(f"logs must be a mapping of names to numbers, forward returned {_describe(logs)}")
+    has_means = False
+    for name, value in logs.items():
+        if name not in _checked_names:
+            _check_name(name)
+        if type(value) is tuple:
+            _check_pair(name, value)
+        elif type(value) is Mean:
+            _check_number(f"logs[{name!r}]", value.value)
+            has_means = True
+        else:
+            _check_number(f"logs[{name!r}]", value)
+    if has_means:  # all that follows adds sums up
+        output = output._replace(logs={name: _as_sum(value, sample_size) for name, value in logs.items()})
+    return output if loss.dim() == 0 else output._replace(loss=loss.reshape(()))
+
+
+def _as_sum(value: Any, sample_size: Any) -> Any:
+    return value.value * sample_size if type(value) is Mean else value
+
+
+def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor):
         raise ForwardContractError(f"the loss that forward returned is {_describe(loss)}, not a tensor; {_CONTRACT}")
     if loss.numel() != 1:
@@ -146,21 +217,62 @@ def as_forward_output(returned: Any) -> ForwardOutput:
         raise ForwardContractError(
             f"the loss that forward returned has dtype {loss.dtype}; it must have a real floating-point dtype, such as float32"
         )
-    is_plain = type(sample_size) in _PLAIN_NUMBERS
-    if not is_plain:
-        _check_size(sample_size)
-    if (is_plain or not isinstance(sample_size, Tensor)) and not 0 <= sample_size < math.inf:
-        raise ForwardContractError(f"sample_size must be finite and at least 0, forward returned {sample_size!r}")
-    if not isinstance(logs, (dict, Mapping)):  # a dict is told apart faster than any mapping
-        raise ForwardContractError(f"logs must be a mapping of names to numbers, forward returned {_describe(logs)}")
-    for name, value in logs.items():
-        if name not in _checked_names:
-            _check_name(name)
-        if type(value) is tuple:
-            _check_pair(name, value)
-        else:
-            _check_number(f"logs[{name!r}]", value)
-    return output if loss.dim() == 0 else output._replace(loss=loss.reshape(()))
+
+
+def _sum_of_terms(output: ForwardOutput, totals: TermTotals) -> ForwardOutput:
+    """Makes one number of a loss of several terms, whose gradient over Σsample_size is the sum of the terms' means.
+
+    The sample size is the sum N of all denominators n, and the loss is Σ sum · N/n over the terms, with N and n of the update.
+    """
+    terms, logs = _checked_terms(output, totals), output.logs
+    sizes = terms if totals is None else {name: (None, totals[name]) for name in terms}
+    whole = sum(size for _, size in sizes.values())
+    loss = sum(value * _quotient(whole, sizes[name][1]) for name, (value, _) in terms.items())
+    own = {TERM + name: (value.detach(), size) for name, (value, size) in terms.items()}
+    return output._replace(loss=loss, sample_size=sum(size for _, size in terms.values()), logs={**logs, **own})
+
+
+def _quotient(whole: float | Tensor, part: float | Tensor) -> float | Tensor:
+    """0 where the part is 0. A tensor is not read."""
+    if isinstance(part, Tensor):
+        return whole / part.clamp(min=1e-30) * (part > 0)
+    return whole / part if part else 0.0
+
+
+def _checked_terms(output: ForwardOutput, totals: TermTotals) -> Mapping[str, tuple[Tensor, float | Tensor]]:
+    terms: Any = output.loss
+    if not isinstance(terms, dict):
+        raise ForwardContractError(
+            f"forward must return a loss with the terms that sample_sizes counts, {_listed(totals or ())}, got one number"
+        )
+    if is_declared(output):
+        raise ForwardContractError("sample_size must be left out where the loss is a mapping, whose terms have their own")
+    if not terms:
+        raise ForwardContractError(f"the loss that forward returned is a mapping without terms; {_CONTRACT}")
+    for name, term in terms.items():
+        if not isinstance(name, str) or not isinstance(term, tuple) or len(term) != 2 or not isinstance(term[0], Tensor):
+            raise ForwardContractError(
+                f"loss[{name!r}] must be a pair (sum, number of samples) whose first is a tensor, got {_describe(term)}"
+            )
+        if term[0].numel() != 1:
+            raise ForwardContractError(f"loss[{name!r}] must be one number, got a tensor of shape {tuple(term[0].shape)}")
+        _check_size(term[1])
+        _checked_names.add(TERM + name)
+    if totals is not None and not totals:
+        raise ForwardContractError(
+            f"a loss with several denominators ({_listed(terms)}) needs them before backward where an update has several "
+            "micro-batches or ranks; pass options=UpdateOptions(sample_sizes=function), where function(micro_batch) returns "
+            "them by name"
+        )
+    if totals is not None and totals.keys() != terms.keys():
+        raise ForwardContractError(
+            f"forward must return a loss with the terms that sample_sizes counts, {_listed(totals)}, got {_listed(terms)}"
+        )
+    return dict(terms)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, sorted(names)))
 
 
 def _check_size(size: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ignite_train.arguments import one_of
+from ignite_train.arguments import describe, did_you_mean, one_of
 
 __all__ = [
     "PUBLISHED_METRICS",
@@ -21,14 +21,15 @@ __all__ = [
     "is_published_metric",
     "printable_name",
     "refuse_other_mode",
+    "score_in",
     "score_mode",
     "single_metrics",
 ]
 
 _OF_THE_OPTIMIZER = ("clipped", "grad_norm", "grad_norm_max", "learning_rate", "loss_scale", "skipped")
 _SECONDS = (
-    *("backward_seconds", "checkpoint_seconds", "data_seconds", "evaluation_seconds", "forward_seconds"),
-    *("handler_seconds", "optimizer_seconds", "reduction_seconds", "update_seconds"),
+    *("backward_seconds", "between_updates_seconds", "checkpoint_seconds", "data_seconds", "evaluation_seconds"),
+    *("forward_seconds", "handler_seconds", "optimizer_seconds", "reduction_seconds", "update_seconds"),
 )
 _MEMORY = ("host_memory", "memory_allocated", "memory_peak", "memory_reserved")
 _OF_THE_CLOCK = (
@@ -78,12 +79,15 @@ def score_mode(score: str, mode: Literal["min", "max"] | None, *, of: str) -> Li
         of: whose score it is, for the log and the error.
 
     Raises:
+        TypeError: `score` is not a string.
         ValueError: `mode` is none of the three, or it is None and the name does not decide.
 
     Example:
         >>> [score_mode(name, None, of="Validation") for name in ("loss", "validation/top1_accuracy", "wordErrorRate")]
         ['min', 'max', 'min']
     """
+    if not isinstance(score, str):
+        raise TypeError(f"score must be the name of one of the evaluator's metrics, got {describe(score)} in {of}")
     if mode is not None:
         return "min" if one_of("mode", mode, ("min", "max")) == "min" else "max"
     spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", score.rpartition("/")[2])
@@ -102,12 +106,30 @@ def score_mode(score: str, mode: Literal["min", "max"] | None, *, of: str) -> Li
     return "min" if is_lower else "max"
 
 
+def score_in(metrics: Mapping[str, Any], score: str) -> float:
+    """The score among the metrics of an evaluator.
+
+    Raises:
+        ValueError: no metric has this name.
+        TypeError: it is not one number.
+    """
+    if score not in metrics:
+        hint = did_you_mean(score, metrics)
+        raise ValueError(f"score must be one of the evaluator's metrics {sorted(metrics)}, got {score!r}{hint}")
+    try:
+        return float(metrics[score])
+    except (TypeError, ValueError, RuntimeError) as error:  # a matrix of Ignite's, say
+        raise TypeError(
+            f"score must name a metric that is one number, got {score!r}, which is {describe(metrics[score])}"
+        ) from error
+
+
 def is_published_metric(name: str) -> bool:
     """Whether handlers publish a metric of this name.
 
     That is one of `PUBLISHED_METRICS`, a number of one layer or of one parameter group, or a rate per second.
     """
-    is_one_of_several = name.partition("/")[0] in ("learning_rate", *_BY_LAYER)
+    is_one_of_several = name.startswith(("learning_rate/", "loss/")) or name.partition("/")[0] in ("learning_rate", *_BY_LAYER)
     return name in PUBLISHED_METRICS or is_one_of_several or name.endswith(_PER_SECOND)
 
 

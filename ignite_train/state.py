@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ignite.engine import CallableEventWithFilter, State
 
 from ignite_train.carried import Carried
 from ignite_train.events import EVENT_COUNTERS
-from ignite_train.forward import ForwardOutput
+from ignite_train.forward import TERM, ForwardOutput
+from ignite_train.other_words import refuse_attribute
 
 __all__ = ["EvaluatorState", "SkippedReason", "TrainState", "UpdateOutput"]
 
@@ -38,6 +40,7 @@ class UpdateOutput:
         clip_coefficients: where `max_grad_norm` is a mapping, the coefficient of each optimizer, by its name.
         num_evaluations: how often forward and backward have run over the group: once, or more often with `closure`. Loss and
             norm are those of the first time; those that were not finite, if an evaluation ended the update.
+        name: what `trainer.update(..., name=...)` has called it; None for all others.
         num_ranks_skipped: with `reduction="local"`, how many ranks did not step while others did: their gradients were not
             finite, or they had no sample. Loss, sample size, logs and norm are then those of the ranks that stepped.
         applied: whether the parameters moved; with `reduction="local"`, those of some rank.
@@ -59,6 +62,7 @@ class UpdateOutput:
     clip_coefficients: Mapping[str, float] = field(default_factory=dict)
     num_evaluations: int = 1
     num_ranks_skipped: int = 0
+    name: str | None = None
 
     @classmethod
     def from_update(cls, **fields: Any) -> UpdateOutput:
@@ -70,10 +74,27 @@ class UpdateOutput:
         record.__dict__.update(fields)  # a field that is left out is found on the class, which has its default
         return record
 
+    __iter__ = None  # it has no elements, although it answers `output["loss"]`
+
+    def __getitem__(self, name: Any) -> Any:
+        """Answers `output["loss"]`."""
+        raise TypeError(f"UpdateOutput has attributes and no keys, got [{name!r}]; write state.update_output.{name}")
+
     @property
     def applied(self) -> bool:
         """Whether the parameters moved."""
         return self.skipped_reason is None
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Where forward returned several losses with denominators of their own, the mean of each; NaN without a sample."""
+        sizes = self.sample_sizes
+        return {name: self.logs[TERM + name] / size if size else math.nan for name, size in sizes.items()}
+
+    @property
+    def sample_sizes(self) -> dict[str, float]:
+        """The denominators of `losses`, of which `sample_size` is the sum."""
+        return {name.removeprefix(TERM): size for name, size in self.log_weights.items() if name.startswith(TERM)}
 
 
 class _Carrying(State):
@@ -135,6 +156,12 @@ class TrainState(_Carrying):
         self._group_size: int | None = None
         self._carried = Carried() if carried is None else carried
         self._progress: Callable[[], float | None] = lambda: None  # until a trainer tells
+
+    if not TYPE_CHECKING:  # or else each attribute would be known
+
+        def __getattr__(self, name: str) -> Any:
+            """Answers an attribute of another library."""
+            raise refuse_attribute(self, name)
 
     def __repr__(self) -> str:
         counters = f"{self.num_steps} steps, {self.num_skipped} skipped, {self.num_micro_batches} micro-batches"

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from html import escape
 from pathlib import Path
 from types import MethodType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Never, Protocol
 
 from ignite.engine import Events, RemovableEventHandle
 from torch import Tensor, nn
@@ -23,13 +24,16 @@ from ignite_train.data.grouping import MicroBatchGrouping, MicroBatchPass
 from ignite_train.data.run_data import RunData
 from ignite_train.engine.dispatch import Attachable, Stateful, add_counters
 from ignite_train.engine.ignite_state import from_ignite_state, is_ignite_state
+from ignite_train.engine.introduction import introduction
 from ignite_train.engine.limits import checked_limits, checked_loader
-from ignite_train.engine.loop import Batches, SessionLoop
+from ignite_train.engine.loop import Batches, Loop
 from ignite_train.engine.sections import Sections
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
-from ignite_train.forward import ForwardOutput
+from ignite_train.forward import Forward, ForwardOutput
+from ignite_train.metrics import single_metrics
 from ignite_train.model.optimizers import parts_as_optimizers
 from ignite_train.model.precision import refuse_cached_autocast
+from ignite_train.other_words import refuse_arguments, refuse_attribute
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Outgoing, Piggyback, RankRequests
 from ignite_train.state import TrainState, UpdateOutput
@@ -37,6 +41,7 @@ from ignite_train.state import TrainState, UpdateOutput
 __all__ = ["DefaultHandler", "Moments", "OutputTransform", "Process", "Trainer"]
 
 _COUNTERS = ("iteration", "num_steps", "num_skipped", "num_micro_batches")
+_ARGUMENTS_OF_RUN = ("data", "max_epochs", "max_iters", "epoch_length", "resume")
 _LIMITS = ("epoch_length", "max_epochs", "max_iters")
 _STEP_COMPLETED, _GRADIENTS_REDUCED = TrainEvents.STEP_COMPLETED, TrainEvents.GRADIENTS_REDUCED
 
@@ -50,6 +55,9 @@ class Process(Protocol):
 
     def __call__(self, trainer: Trainer, micro_batches: Sequence[Any]) -> Any:
         """Does one update, and returns what becomes `state.output`."""
+
+    def instead(self, forward: Forward | None, name: str | None) -> AbstractContextManager[None]:
+        """Within it an update runs another forward, if one is given, and its record has a name."""
 
     def named_gradients(self) -> dict[str, Tensor]:
         """The gradients in GRADIENTS_READY."""
@@ -80,7 +88,7 @@ class DefaultHandler(Protocol):
 
 @dataclass(slots=True)
 class Moments:
-    """Functions that an update calls at moments which are no events: they are few, and each costs nothing where it has none.
+    """Functions that an update calls beside its events: few moments, each of which costs nothing where it has no function.
 
     Attributes:
         on_backward: called with the result of a forward when its backward is done.
@@ -95,15 +103,19 @@ class Moments:
     on_record: list[Callable[[UpdateOutput], None]] = field(default_factory=list)
 
 
-class Trainer(SessionLoop):
+class Trainer(Loop):
     """An Ignite engine whose iteration is one optimizer update; `create_trainer` makes it.
 
     Attributes:
         state: counters, the latest output and the metrics; see `TrainState`.
+        process: the update that each iteration does.
+        config: how the trainer was made, in plain types: accumulation steps, limit of the norm, precision, reduction, seed. It
+            stands in each checkpoint and in TensorBoard. A handler may add what it was made with.
         piggybacks: handlers whose numbers travel with the statistics of each update; the same on all ranks, in one order.
     """
 
     state: TrainState
+    process: Process
 
     def __init__(
         self,
@@ -123,20 +135,12 @@ class Trainer(SessionLoop):
         self.moments = Moments()
         self.replicas_are_equal = True  # False while replicas that train locally differ
         self.parts: dict[str, Stateful] = dict(parts or {})
-        self._config = dict(settings or {})
+        self.config = dict(settings or {})
         self.resume_with: Callable[[str | Path], AbstractContextManager[None]] | None = None  # of a `Checkpoint`
         self.default_handlers: list[DefaultHandler] = []  # attached by default and not by the user
-        self._update = update
         self.data = RunData(grouping, self.state, self.progress, lambda: this.fire_event(Events.DATALOADER_STOP_ITERATION))
-        self._is_spoilt_told = False
         self._output_transform = output_transform
-        self._micro_batches_before = 0  # this update
         self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
-
-    @property
-    def process(self) -> Process:
-        """The update that each iteration does."""
-        return self._update
 
     @property
     def model(self) -> nn.Module:
@@ -151,17 +155,24 @@ class Trainer(SessionLoop):
         found = parts_as_optimizers(self.parts)
         return {"optimizer": found} if isinstance(found, Optimizer) else found
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """How the trainer was made, in plain types: accumulation steps, limit of the norm, precision, reduction, seed.
+    if not TYPE_CHECKING:  # or else each attribute would be known
 
-        It stands in each checkpoint and in TensorBoard. A handler may add what it was made with.
-        """
-        return self._config
+        def __getattr__(self, name: str) -> Any:
+            """Answers an attribute of another library."""
+            raise refuse_attribute(self, name)
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows it: what is trained, what its updates are, and how far it has come."""
+        state = self.state
+        lines = introduction(self.model, self.optimizers.values(), self.config, state, state.dataloader)
+        done = f"epoch {state.epoch}, update {state.iteration}: {state.num_steps} steps, {state.num_skipped} skipped"
+        numbers = [f"{name} {value:.4g}" for name, value in single_metrics(state.metrics, set()).items()]
+        rows = [repr(self), *lines, done, *numbers]
+        return f"<b>{escape(rows[0])}</b><br>" + "<br>".join(map(escape, rows[1:]))
 
     def __repr__(self) -> str:
         parts = [type(part).__name__ for part in self.parts.values()]
-        steps, precision = (self._config.get(name) for name in ("accumulation_steps", "precision"))
+        steps, precision = (self.config.get(name) for name in ("accumulation_steps", "precision"))
         settings = [f"accumulation_steps={steps}"] * (steps is not None) + [str(precision)] * (precision is not None)
         counters = [f"epoch {self.state.epoch}", f"update {self.state.iteration}"]
         return f"{type(self).__name__}({', '.join([*parts, *settings, *counters])})"
@@ -174,6 +185,7 @@ class Trainer(SessionLoop):
         epoch_length: int | None = None,
         *,
         resume: str | Path = "auto",
+        **unknown: Never,
     ) -> TrainState:
         """Trains until a limit is reached.
 
@@ -181,7 +193,8 @@ class Trainer(SessionLoop):
         reached its limit does nothing and says so. All ranks call it alike.
 
         Args:
-            data: a loader of micro-batches, sized or not; the trainer groups them. Ranks may have different numbers.
+            data: a loader of micro-batches, sized or not; the trainer groups them. Ranks may have different numbers. With None,
+                which needs `epoch_length`, forward is called with None as its micro-batch.
             max_epochs: epochs, in all; 1 if no limit was ever given. An epoch is one pass over the data.
             max_iters: updates, in all. Either this or `max_epochs`.
             epoch_length: for data without a length or an end: an epoch is this many updates, and passes over the data follow
@@ -191,6 +204,7 @@ class Trainer(SessionLoop):
                 newest whole checkpoint, and trains from the beginning only where there has never been one; `"must"`
                 insists on one; `"never"` trains from the beginning, in a directory that must have no checkpoints; a path
                 names one checkpoint, or another directory of them.
+            unknown: the words of other libraries, such as `epochs`, are refused with what to write here.
 
         Returns:
             The state.
@@ -201,13 +215,15 @@ class Trainer(SessionLoop):
                 iterator ended before the limit, or `resume` asks for what is not there.
             CheckpointError: no checkpoint can be read.
         """
+        refuse_arguments("Trainer.run", unknown, _ARGUMENTS_OF_RUN)
         self.progress.refuse_nested_run()
         refuse_cached_autocast()
-        loader, state = checked_loader(data), self.state
+        loader, state = None if data is None else checked_loader(data), self.state
         self.data.begin_run(loader, epoch_length)
         with self._resuming(resume):
             limits = checked_limits(state, max_epochs, max_iters)
-            self.data.refuse_used_iterator(loader, limits[0])
+            is_renewed = self.has_handlers(Events.DATALOADER_STOP_ITERATION)  # by a handler that puts another iterator there
+            self.data.refuse_used_iterator(loader, None if is_renewed else limits[0])
             state.max_epochs, state.max_iters = limits
             self.requests = RankRequests(stop_epoch=self.progress.epoch_open and self.requests.stop_epoch)
             try:
@@ -245,14 +261,26 @@ class Trainer(SessionLoop):
         """
         self.progress.refuse_nested_run()
         refuse_cached_autocast()
-        with self._resuming(resume), super().session(max_iters=max_iters) as state:
-            yield state
+        state = self.state
+        with self._resuming(resume):
+            self._refuse_open_epoch("session was opened")
+            state.max_epochs = None
+            state.max_iters = state.max_iters if max_iters is None else checked_limits(state, None, max_iters)[1]
+            self.requests, self.data.stream = RankRequests(), None
+            with super().session():
+                yield state
 
-    def _begin_session(self, max_iters: int | None) -> None:
-        super()._begin_session(max_iters)
-        self.requests, self.data.stream = RankRequests(), None
+    @property
+    def in_session(self) -> bool:
+        """Whether a session is open: from after its STARTED to before its closing events."""
+        return self.progress.session_open
 
-    def update(self, micro_batches: list[Any]) -> UpdateOutput:
+    @property
+    def is_iterating(self) -> bool:
+        """Whether an update is under way, of a run or on request: handlers of its events find the state half changed."""
+        return self.progress.iterating or self.progress.updating
+
+    def update(self, micro_batches: list[Any], *, forward: Forward | None = None, name: str | None = None) -> UpdateOutput:
         """Does one update on the group that it is given, as `run` does on those that it cuts from a loader.
 
         ITERATION_STARTED, the events of `TrainEvents` and ITERATION_COMPLETED fire, and the counters count; nothing of epochs
@@ -269,12 +297,16 @@ class Trainer(SessionLoop):
 
         Args:
             micro_batches: the group of this rank, of any length, whatever `accumulation_steps` is.
+            forward: runs in the place of the trainer's own, in this update only, as for a regulariser that is due in every
+                16th update. The update counts as any other. It is never compiled as a whole.
+            name: stands in the record as `name`, by which schedules, averages and metrics can be told `only=`.
 
         Returns:
             The record of the update.
 
         Raises:
-            TypeError: `micro_batches` is not a list, or holds None.
+            TypeError: `micro_batches` is not a list, or holds None; `forward` cannot be called with a model and a micro-batch,
+                or `name` is not a string.
             RuntimeError: it is called inside a handler of its own run or update, or while `run` has left an epoch open, or a
                 stop was asked for, or a `Checkpoint` is attached and no session is open.
         """
@@ -282,20 +314,63 @@ class Trainer(SessionLoop):
             raise TypeError(f"micro_batches must be a list, got {describe(micro_batches)}; pass update([micro_batch])")
         if any(micro_batch is None for micro_batch in micro_batches) and not self.data.grouping.none_is_empty:
             raise TypeError("micro_batches must not hold None; leave it out, since a rank without data passes update([])")
-        super().update(micro_batches)
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name must be a string, or None, got {describe(name)}")
+        with self.process.instead(forward, name):
+            self._update_on(micro_batches)
         assert self.state.update_output is not None  # noqa: S101  # each update publishes one
         return self.state.update_output
 
+    def _update_on(self, micro_batches: list[Any]) -> None:
+        self._refuse_update()
+        state, progress = self.state, self.progress
+        progress.micro_batches_before, state.batch = state.num_micro_batches, self.data.given(micro_batches)
+        self.begin_section("handler")
+        progress.updating = progress.iterating = True
+        progress.settled = False
+        state.iteration += 1
+        try:
+            self.fire_event(Events.ITERATION_STARTED)
+            self.process(self, self._batch())
+            progress.iterating = False
+            self.fire_event(Events.ITERATION_COMPLETED)
+        finally:
+            self._take_back()
+            progress.updating = progress.iterating = False
+            state.batch = None
+            self.begin_section("between_updates")
+
     def _refuse_update(self) -> None:
-        super()._refuse_update()
-        if self.resume_with is not None and not self.progress.session_open:
+        """Raises where no update can be asked for, and warns once where handlers of a run would take no part in it."""
+        if self.progress.session_open and not self.progress.updating:
+            if self.should_terminate or self.should_interrupt:
+                raise RuntimeError(
+                    "update was called after a request to stop; leave the loop where trainer.should_terminate is set"
+                )
+            limit = self.state.max_iters
+            if limit is not None and self.state.iteration >= limit:
+                raise RuntimeError(f"update was called after max_iters={limit} updates; raise session's max_iters")
+            return
+        if self.progress.running or self.progress.updating:
+            raise RuntimeError("update was called inside a handler of its own run or update; call it from another trainer's")
+        self._refuse_open_epoch("update was called")
+        if self.resume_with is not None:
             raise RuntimeError("update needs a session where a Checkpoint is attached; write: with trainer.session(): ...")
+        if "session" not in self.progress.warned and (self.on_enter or self.has_handlers(Events.STARTED)):
+            self.progress.warned.add("session")
+            self.logger.warning(
+                "update was called without a session, in which STARTED, COMPLETED, FailureBoard, HangWatch and whatever else "
+                "begins and ends with a run have no part; write: with trainer.session(): ..."
+            )
 
-    def _begin_update(self, batch: list[Any]) -> Sequence[Any]:
-        self._micro_batches_before = self.state.num_micro_batches
-        return self.data.given(batch)
+    def _refuse_open_epoch(self, what: str) -> None:
+        if self.progress.epoch_open:
+            raise RuntimeError(
+                f"{what} in the middle of epoch {self.state.epoch}, which run has left after update "
+                f"{self.state.iteration}; end the epoch with run first"
+            )
 
-    def _expected_length(self, data: Iterable[Any]) -> int | None:
+    def _expected_length(self, data: Any) -> int | None:
         return self.data.expected_length(data)
 
     @property
@@ -305,6 +380,11 @@ class Trainer(SessionLoop):
 
     def _resuming(self, resume: str | Path) -> AbstractContextManager[None]:
         """The `with` in which a run trains: its `Checkpoint`, if there is one, restores the state when it is entered."""
+        if not isinstance(resume, (str, Path)):
+            raise TypeError(
+                f"resume must be 'auto', 'must', 'never' or a path, got {describe(resume)}; leave it out, and a run with a "
+                "Checkpoint continues where it was"
+            )
         if self.resume_with is not None:
             return self.resume_with(resume)
         if resume not in ("auto", "never"):
@@ -359,12 +439,12 @@ class Trainer(SessionLoop):
         Without this they are remembered only where a setting of the trainer needs it. `Checkpoint` calls it, so that a run that
         continues after an exception saves what one without the exception would.
         """
-        self._update.mark_everything()
+        self.process.mark_everything()
 
     def warn_if_spoilt(self) -> None:
         """Warns once if an update that an exception broke off has left a trace in buffers, which were not remembered."""
-        if self._update.is_spoilt and not self._is_spoilt_told:
-            self._is_spoilt_told = True
+        if self.process.is_spoilt and "spoilt" not in self.progress.warned:
+            self.progress.warned.add("spoilt")
             self.logger.warning(
                 "an update that an exception broke off has moved buffers of the model, such as running statistics, and they "
                 "were not put back, since no Checkpoint was attached then; this checkpoint is of a run that is not bitwise the "
@@ -438,14 +518,14 @@ class Trainer(SessionLoop):
             self.default_handlers.remove(default)
             default.detach(self)
 
-    def total_updates(self, data: Iterable[Any], max_epochs: int = 1, *, epoch_length: int | None = None) -> int:
+    def total_updates(self, data: Iterable[Any] | None, max_epochs: int = 1, *, epoch_length: int | None = None) -> int:
         """The updates of a run from its beginning, for the length of a learning-rate schedule. Collective.
 
         It counts as `run` does, with `accumulation_steps` and the longest of the ranks' loaders, and opens nothing. Updates
         that will be skipped are counted, so a schedule that follows steps may not reach its end.
 
         Args:
-            data: the loader, whose length is taken to be the same in each epoch.
+            data: the loader, whose length is taken to be the same in each epoch; None as for `run`.
             max_epochs: as for `run`.
             epoch_length: as for `run`.
 
@@ -456,7 +536,8 @@ class Trainer(SessionLoop):
             TypeError: `data` cannot be iterated, or a number is not an integer.
             ValueError: a number is below 1, or a loader has no length and no `epoch_length` is given.
         """
-        loader, epochs = checked_loader(data), positive_int("max_epochs", max_epochs)
+        loader: Any = data if data is None else checked_loader(data)
+        epochs = positive_int("max_epochs", max_epochs)
         if epoch_length is not None:
             return epochs * positive_int("epoch_length", epoch_length)
         total = 0
@@ -478,7 +559,7 @@ class Trainer(SessionLoop):
         Raises:
             GradientAccessError: outside of handlers of GRADIENTS_READY.
         """
-        return self._update.named_gradients()
+        return self.process.named_gradients()
 
     def set_data(self, data: Any) -> None:
         """Has the run continue with another loader. All ranks call it alike.
@@ -503,11 +584,11 @@ class Trainer(SessionLoop):
         state = self.state
         saved: dict[str, Any] = {name: getattr(state, name) for name in _COUNTERS}
         if self.progress.iterating and not self.progress.settled:  # an update that has not had its effect is not done
-            saved["iteration"], saved["num_micro_batches"] = state.iteration - 1, self._micro_batches_before
+            saved["iteration"], saved["num_micro_batches"] = state.iteration - 1, self.progress.micro_batches_before
         saved["epochs_completed"] = state.epoch - self.progress.epoch_open
         saved["epoch_iteration"] = self.progress.iterations_in_epoch if self.progress.epoch_open else 0
         saved["epoch_length"], saved["max_epochs"], saved["max_iters"] = state.epoch_length, state.max_epochs, state.max_iters
-        saved["ended"], saved["update"] = self.progress.ended, self._update.state_dict()
+        saved["ended"], saved["update"] = self.progress.ended, self.process.state_dict()
         saved["end_of_epoch"] = (
             [self.should_terminate_single_epoch, self.requests.stop_epoch] if self.progress.epoch_open else []
         )
@@ -527,18 +608,19 @@ class Trainer(SessionLoop):
             TypeError: `state_dict` is not a mapping, or a limit is not an integer.
             ValueError: a key is missing, or a counter or a limit is out of range.
         """
-        if isinstance(state_dict, Mapping) and "micro_batch" in state_dict:  # what earlier versions called this counter
-            state_dict = {"num_micro_batches": state_dict["micro_batch"], **state_dict}
+        carried = Carried()
         if is_ignite_state(state_dict):
-            converted = from_ignite_state(state_dict, self._config.get("accumulation_steps", 1))
-            state_dict = {**state_dict, **converted, "update": self._update.state_dict()}
+            converted = from_ignite_state(state_dict, self.config.get("accumulation_steps", 1))
+            fresh = {"update": self.process.state_dict(), "carried": carried.state_dict(), "end_of_epoch": []}
+            state_dict = {**state_dict, **converted, **fresh}
         counters = (*_COUNTERS, "epochs_completed", "epoch_iteration")
-        check_state_dict("Trainer", state_dict, [*counters, *_LIMITS, "ended", "update", *self.state_dict_user_keys], counters)
+        own = (*counters, *_LIMITS, "ended", "update", "carried", "end_of_epoch")
+        check_state_dict("Trainer", state_dict, [*own, *self.state_dict_user_keys], counters)
         for key in (key for key in ("max_epochs", "max_iters") if state_dict[key] is not None):
             positive_int(f"state_dict[{key!r}]", state_dict[key])
-        carried = Carried()
-        carried.load_state_dict(state_dict.get("carried", carried.state_dict()))  # earlier versions had none
-        self._update.load_state_dict(state_dict["update"])
+        carried.load_state_dict(state_dict["carried"])
+        stops, stops_everywhere = state_dict["end_of_epoch"] or (False, False)
+        self.process.load_state_dict(state_dict["update"])
         self.state.carried.load_state_dict(carried.state_dict())
         self.data.forget_position()
         self.progress.epoch_started = self.progress.interrupted = False
@@ -547,8 +629,7 @@ class Trainer(SessionLoop):
             setattr(self.state, key, state_dict[key])
         self.progress.epoch_iteration, self.progress.ended = state_dict["epoch_iteration"], bool(state_dict["ended"])
         self.progress.epoch_open = self.progress.epoch_iteration > 0
-        asked = state_dict.get("end_of_epoch") or (False, False)  # those of earlier versions have none
-        self.should_terminate_single_epoch, self.requests = asked[0], RankRequests(stop_epoch=bool(asked[1]))
+        self.should_terminate_single_epoch, self.requests = stops, RankRequests(stop_epoch=bool(stops_everywhere))
         self.state.epoch = state_dict["epochs_completed"] + self.progress.epoch_open
 
     def register_events(self, *event_names: Any, event_to_attr: Mapping[Any, str] | None = None) -> None:
@@ -589,7 +670,7 @@ class Trainer(SessionLoop):
 
     # --- what the loop asks -----------------------------------------------------------------------------------------------
 
-    def _open(self, data: Iterable[Any]) -> MicroBatchPass:
+    def _open(self, data: Any) -> MicroBatchPass:
         return self.data.open(data)
 
     def _keeps_open(self, batches: Any) -> bool:
@@ -600,7 +681,7 @@ class Trainer(SessionLoop):
         if self._sections is not None and type(group) is ArrivingGroup:  # an abstract class is asked slowly
             group.waiting = partial(self._sections.within, "data")
         self.data.fetched(group, batches)
-        self.requests.more_data, self._micro_batches_before = batches.more, self.state.num_micro_batches
+        self.requests.more_data, self.progress.micro_batches_before = batches.more, self.state.num_micro_batches
         return group
 
     def _take_back(self) -> None:

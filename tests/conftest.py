@@ -14,6 +14,7 @@ from torch import nn
 import cuts
 from bits import bit_by_bit
 from ignite_train import create_trainer
+from ignite_train.engine.dispatch import Attachable
 from setups import Batch, Setup, summed_loss
 from update_options import with_options
 
@@ -22,6 +23,8 @@ hypothesis.settings.register_profile(
     "any machine", hypothesis.settings(), deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any machine")
+
+collect_ignore = ["libraries"]  # each of its files has the name of a library and runs in an environment of its own
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
@@ -80,3 +83,9 @@ def fresh_graphs() -> Iterator[None]:
     torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def _no_handlers_of_other_tests() -> None:
+    """A run names the handlers that were made and not attached; those of another test are not of this one."""
+    Attachable.unattached.clear()

@@ -122,7 +122,7 @@ def build(job: Job, rank: int) -> tuple[Trainer, Evaluator, Checkpoint, Resumabl
     Validation(evaluator, held_out).attach(trainer)
     TensorBoard(job.directory / "points").attach(trainer, Events.ITERATION_COMPLETED(every=2), evaluator=evaluator)
     TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=3))
-    checkpoint = Checkpoint(job.checkpoints, every=job.every, keep=1, best="loss", asynchronous=job.asynchronous)
+    checkpoint = Checkpoint(job.checkpoints, every=job.every, keep=1, score="loss", asynchronous=job.asynchronous)
     if job.keeps_all:
         checkpoint.saver.retention = KeepAll(last=1, best=1, lower_is_better=True, every=None)
     checkpoint.attach(trainer, evaluator=evaluator)

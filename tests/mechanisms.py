@@ -330,8 +330,6 @@ class Program:
         self.optimizers = mechanism.optimizers(self.model)
         options: dict[str, Any] = {"accumulation_steps": STEPS, "max_grad_norm": mechanism.limit}
         options |= {"reduction": {"small": "auto"}.get(way, way), "on_nonfinite": "skip"}
-        if mechanism.on_demand and way == "fsdp":
-            options["uneven"] = "replay"  # so that lists of different lengths are allowed
         options |= dict(mechanism.settings) | arguments
         forward = self._forward_with_state if mechanism.sees_state else self._forward
         optimizers = self.optimizers.get("", self.optimizers)

@@ -14,6 +14,9 @@ from typing import Self
 # down to a tenth of its speed. The limit of pytest for a whole test is longer, see pyproject.toml.
 DEADLINE_SECONDS = 600.0
 
+# Processes that are started from here say where their threads were when they crashed.
+os.environ["PYTHONFAULTHANDLER"] = "1"
+
 # Has imported what most tests import, so that every process of it is there in milliseconds. A session has one such server, and
 # what it has imported is settled when it starts: so the list stands in one place.
 forked = multiprocessing.get_context("forkserver")

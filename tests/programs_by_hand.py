@@ -329,3 +329,55 @@ def maml(program: Any, num_updates: int) -> Trained:
         optimizer.step()
         losses.append(total / len(tasks))
     return model, losses
+
+
+@_listed
+def ppo(program: Any, num_rounds: int) -> Trained:
+    net, optimizer = program.build()
+    walkers, rewards = program.Walkers(), []
+    while walkers.rounds < num_rounds:
+        rollout, reward = program.collect(net, walkers)
+        for group in program.groups(rollout):
+            size = sum(len(states) for states, *_ in group)
+            total = 0.0
+            optimizer.zero_grad()
+            for samples in group:
+                loss, moved = program.clipped(net, samples)
+                loss.backward()
+                total += moved.item()
+            _divide_gradients(net, size)
+            clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+            if total > program.MAX_KL * size:
+                break
+        walkers.rounds += 1
+        rewards.append(reward)
+    return net, rewards
+
+
+@_listed
+def prioritised_replay(program: Any, num_rounds: int) -> Trained:
+    net, target, optimizer = program.build()
+    memory, losses = program.Memory(), []
+    while memory.rounds < num_rounds:
+        while memory.written < 100 + memory.rounds:
+            memory.walk(net)
+        group = memory.sample(memory.rounds / num_rounds)
+        size = sum(len(indices) for indices, *_ in group)
+        total, found = 0.0, []
+        optimizer.zero_grad()
+        for indices, transitions, weights in group:
+            errors = program.surprises(net, target, transitions)
+            loss = program.weighted(errors, weights)
+            loss.backward()
+            total += loss.item()
+            found.append((indices, errors.detach()))
+        _divide_gradients(net, size)
+        optimizer.step()
+        for indices, errors in found:
+            memory.learn(indices, errors)
+        memory.rounds += 1
+        if memory.rounds % program.SYNC_EVERY == 0:
+            target.load_state_dict(net.state_dict())
+        losses.append(total / size)
+    return net, losses

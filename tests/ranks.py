@@ -19,6 +19,9 @@ from typing import Any, Self
 
 from processes import DEADLINE_SECONDS, forked
 
+_DEAD, _LATE = "died without a word", "was not done at the deadline"
+_END_SECONDS = 60.0  # for a process whose pipe is closed to end
+
 
 class RanksFailedError(AssertionError):
     """Some rank raised, died or did not end in time; the message says what happened on each."""
@@ -73,10 +76,19 @@ class Ranks:
         outcomes = _collect(self._pipes, time.monotonic() + timeout_seconds)
         if all(ok for ok, _ in outcomes):
             return [value for _, value in outcomes]
+        ends = ["returned" if ok else self._last_words(rank, value) for rank, (ok, value) in enumerate(outcomes)]
         self._end()
-        raise RanksFailedError(
-            "\n".join(f"rank {rank}: {'returned' if ok else value}" for rank, (ok, value) in enumerate(outcomes))
-        )
+        raise RanksFailedError("\n".join(f"rank {rank}: {end}" for rank, end in enumerate(ends)))
+
+    def _last_words(self, rank: int, error: str) -> str:
+        """Why a rank returned nothing: its error, or how its process ended and where its threads were then."""
+        process = self._processes[rank]
+        if error == _DEAD:
+            process.join(_END_SECONDS)
+            error = f"{error}, with exit code {process.exitcode}"
+        elif error != _LATE:
+            return error
+        return f"{error}\n{(self._directory / _stacks(rank)).read_text()}".rstrip()
 
     def _start(self) -> None:
         # No `env` in its name: Ignite takes `file:///tmp/tmp2envq/store` for the method `env://`.
@@ -84,7 +96,7 @@ class Ranks:
         self._directory.mkdir()
         for rank in range(self._world_size):
             ours, theirs = forked.Pipe()
-            job = (theirs, rank, self._world_size, f"file://{self._directory}/store")
+            job = (theirs, rank, self._world_size, self._directory)
             process = forked.Process(target=_serve, args=job, daemon=True)
             process.start()
             theirs.close()
@@ -102,17 +114,23 @@ class Ranks:
 
 
 def _collect(pipes: list[Connection], deadline: float) -> list[tuple[bool, Any]]:
+    """Whether each rank returned, with its value or its error."""
     outcomes: dict[Connection, tuple[bool, Any]] = {}
     while (open_pipes := [pipe for pipe in pipes if pipe not in outcomes]) and time.monotonic() < deadline:
         for pipe in wait(open_pipes, timeout=max(0.0, deadline - time.monotonic())):
             try:
                 outcomes[pipe] = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionResetError):  # the latter if it had not read what it was asked
-                outcomes[pipe] = (False, "died without a word")
-    return [outcomes.get(pipe, (False, "was not done at the deadline")) for pipe in pipes]
+                outcomes[pipe] = (False, _DEAD)
+    return [outcomes.get(pipe, (False, _LATE)) for pipe in pipes]
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
+def _stacks(rank: int) -> str:
+    """The file where the stacks of all threads of a rank are written when it crashes, or shortly before the deadline."""
+    return f"stacks-of-rank-{rank}"
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, directory: Path) -> None:
     """What a process of `Ranks` does: one call after another, until one is the last or fails, or it is killed."""
     import ignite.distributed as idist
     import torch
@@ -122,13 +140,15 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
     # A rank that raises as the others do may be seconds behind them. One that waits for a rank which is gone raises by itself.
     failure_board._PATIENCE_SECONDS = failure_board._ROLL_CALL_SECONDS = 60.0
     torch.set_num_threads(1)
+    stacks = (directory / _stacks(rank)).open("w")
+    faulthandler.enable(stacks)
     is_last = False
     while not is_last:
         try:
             function, args, timeout_seconds, is_last = pickle.loads(pipe.recv_bytes())
-            faulthandler.dump_traceback_later(0.9 * timeout_seconds)  # where a rank that hangs is
+            faulthandler.dump_traceback_later(0.9 * timeout_seconds, file=stacks)  # where a rank that hangs is
             if idist.backend() is None:
-                idist.initialize("gloo", init_method=store, rank=rank, world_size=world_size)
+                idist.initialize("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)
             result = function(*args)
             faulthandler.cancel_dump_traceback_later()
             pipe.send_bytes(pickle.dumps((True, result)))  # by value: shared memory would end with this process

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ignite_train.checkpoint import inspection as checkpoint
+from ignite_train import checkpoint
 from ignite_train.checkpoint.directory import CheckpointDirectory, Contents, Exchange, commit
 from ignite_train.checkpoint.disk import Disk
-from ignite_train.checkpoint.manifest import Manifest
+from ignite_train.checkpoint.manifest import Manifest, compact_json
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.shards import own_piece
@@ -84,6 +86,19 @@ def newest(directory: Path) -> int | None:
     """The number that a run would resume from; None without a checkpoint."""
     found = checkpoint.latest(directory) if directory.is_dir() else None
     return None if found is None else read(found)
+
+
+def taken_apart(file: bytes) -> tuple[Any, bytearray]:
+    """The header of a file of tensors, and the numbers after it."""
+    end = 8 + int.from_bytes(file[:8], "little")
+    return json.loads(file[8:end]), bytearray(file[end:])
+
+
+def put_together(header: Any, numbers: bytes) -> tuple[bytes, dict[str, int]]:
+    """The file, and what the manifest records of it."""
+    text = header if isinstance(header, bytes) else compact_json(header)
+    head = len(text).to_bytes(8, "little") + text
+    return head + numbers, {"size": len(head) + len(numbers), "crc32": zlib.crc32(head)}
 
 
 def names(directory: Path) -> list[str]:

@@ -36,15 +36,15 @@ from ignite_train import (
     create_trainer,
 )
 from ignite_train.checkpoint import find
-from ignite_train.checkpoint.inspection import read_entry
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.shards import Box, Piece
 from ignite_train.checkpoint.tensor_files import Snapshot
 from ignite_train.device.streams import has_streams
+from ignite_train.fast.folded_step import FoldedStep
 from ignite_train.handlers import Checkpoint, EmptyCache, ModelEMA, StepTimer, TrainingMetrics
 from ignite_train.model.random_state import RandomState
-from ignite_train.model.stepping import Stepping
 from ignite_train.model.tensor_digests import tensor_digests
+from ignite_train.tools.consolidate import read_entry
 from ranks import run_ranks
 from update_options import with_options
 
@@ -160,8 +160,8 @@ def test_it_is_the_loop_by_hand(device: torch.device, name: str, pinned: bool, m
     trainer = create_trainer(model, optimizer, forward, accumulation_steps=STEPS, max_grad_norm=0.1)
     journal = journal_of(trainer)
     queued: list[bool] = []
-    step_if = Stepping.step_if
-    monkeypatch.setattr(Stepping, "step_if", lambda *arguments: (queued.append(True), step_if(*arguments))[1])
+    step_if = FoldedStep.step_if
+    monkeypatch.setattr(FoldedStep, "step_if", lambda *arguments: (queued.append(True), step_if(*arguments))[1])
     trainer.run(batches(pinned=pinned), max_epochs=1)
 
     by_hand = make_model(device)

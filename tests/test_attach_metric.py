@@ -36,6 +36,7 @@ from ignite_train import (
     UpdateOptions,
     attach_metric,
     create_evaluator,
+    create_supervised_trainer,
     create_trainer,
 )
 from ignite_train.handlers import Checkpoint
@@ -115,6 +116,44 @@ def test_each_micro_batch_of_an_epoch_is_counted() -> None:
     assert seen == pytest.approx([sum(sums[:3]) / 10, sum(sums[3:]) / 10])
 
 
+def supervised(**arguments: Any) -> Trainer:
+    torch.manual_seed(5)
+    model = nn.Linear(4, 3)
+    return create_supervised_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), cross_entropy, **arguments)
+
+
+def test_a_supervised_trainer_has_predictions_for_metrics() -> None:
+    """Those of each micro-batch, though its user writes no forward; also with a transform of the output."""
+    data, seen = batches(3, 5, 2), []
+    for transform in (None, lambda x, y, y_pred, loss: loss):
+        trainer = supervised(gradient_accumulation_steps=2, output_transform=transform)
+        attach_metric(trainer, Seen(), "seen")
+        attach_metric(trainer, Accuracy(), "accuracy")
+        seen.append(trainer.run(data).metrics)
+    assert seen[0] == seen[1]
+    assert seen[0]["seen"] == targets(*data)
+
+
+@pytest.mark.parametrize(
+    ("steps", "metric", "warns"),
+    [
+        (2, Accuracy(), True),
+        (lambda update: 2, Accuracy(), True),
+        (1, Accuracy(), False),
+        (2, RunningAverage(output_transform=lambda output: float(len(output[1]))), False),
+    ],
+    ids=["accumulates", "by-a-function", "one-micro-batch", "of-numbers"],
+)
+def test_a_metric_that_would_miss_micro_batches_is_warned_about(steps: Any, metric: Metric, warns: bool, caplog: Any) -> None:
+    """Attached in Ignite's way it reads the output, which is of the last micro-batch of an update. The remedy counts all."""
+    trainer = supervised(gradient_accumulation_steps=steps, output_transform=lambda x, y, y_pred, loss: (y_pred, y))
+    metric.attach(trainer, "accuracy")
+    trainer.run(batches(3, 5, 2), max_epochs=2)
+    lines = [line for line in caplog.messages if "is attached to the trainer" in line]
+    assert len(lines) == warns
+    assert all("call attach_metric(trainer, Accuracy(...), 'accuracy')" in line for line in lines)
+
+
 @pytest.mark.parametrize("where", ["trainer", "evaluator"])
 def test_a_metric_without_a_pair_to_read_says_what_to_do(where: str) -> None:
     """Python says only that a value cannot be unpacked."""
@@ -128,7 +167,7 @@ def test_a_metric_without_a_pair_to_read_says_what_to_do(where: str) -> None:
     if where == "evaluator":
         engine = create_evaluator(model, without_outputs)
     Accuracy().attach(engine, "accuracy")
-    with pytest.raises((TypeError, ValueError), match="unpack") as caught:
+    with pytest.raises((TypeError, ValueError), match=r"unpack|not iterable") as caught:
         engine.run(batches(4))
     (note,) = caught.value.__notes__
     assert note.startswith("Accuracy reads state.output")

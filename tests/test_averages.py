@@ -208,6 +208,38 @@ def test_a_momentum_is_from_0_to_1(momentum: float) -> None:
     assert not torch.equal(model[0].weight, before["0.weight"])
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["averaged", "own"])
+def test_a_teacher_may_have_statistics_of_its_own(own: bool, tmp_path: Path) -> None:
+    """Those that it has moved itself in training mode, as in Mean Teacher; also after a resume."""
+
+    def start(directory: Path, limit: int) -> tuple[nn.Module, Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+        teacher, by_hand = copy.deepcopy(model), copy.deepcopy(model)
+
+        def both(model: nn.Module, x: Tensor) -> ForwardOutput:
+            with torch.no_grad():
+                target = teacher(x + 1)
+            return ForwardOutput((model(x) - target - 1).square().sum(), sample_size=len(x))
+
+        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), both)
+        MomentumTeacher(teacher, model, 0.9, own_statistics=own).attach(trainer)
+        Checkpoint(directory, every=2).attach(trainer)
+        generator = torch.Generator().manual_seed(1)
+        data = [torch.randn(8, 4, generator=generator, dtype=torch.float64) for _ in range(4)]
+        state = trainer.run(data, max_iters=limit)
+        assert state.iteration == limit
+        for x in data[:1]:
+            by_hand(x + 1)  # what the first forward of the teacher has moved
+        return teacher, by_hand[1].running_mean
+
+    teacher, first = start(tmp_path / "one", 1)
+    assert torch.equal(teacher[1].running_mean, first) == own
+    start(tmp_path / "cut", 2)
+    resumed, whole = start(tmp_path / "cut", 4)[0], start(tmp_path / "whole", 4)[0]
+    assert bit_by_bit(resumed.state_dict()) == bit_by_bit(whole.state_dict())
+
+
 class Spectral(nn.Module):
     """Has a parameter of complex numbers."""
 

@@ -507,7 +507,7 @@ def limits(name: str) -> list[Case]:
     *limits("max_iters"),
     Case("both", {"max_epochs": 2, "max_iters": 3}, ValueError, "max_epochs", "max_iters", "2", "3", "pass one"),
     Case("epoch-length", {"epoch_length": 0}, ValueError, "epoch_length", "0", "at least 1"),
-    Case("data-none", {"data": None}, TypeError, "data", "loader", "None"),
+    Case("data-none", {"data": None}, ValueError, "data", "loader", "None", "epoch_length"),
     Case("data-int", {"data": 5}, TypeError, "data", "loader", "5 of type int"),
     Case("data-string", {"data": "train.csv"}, TypeError, "data", "loader", "'train.csv'"),
     Case("data-dict", {"data": {"x": torch.ones(3, 3)}}, TypeError, "data", "loader", "of type dict"),

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ignite_train import TorchLossScaling, Trainer, TrainState, create_trainer
 from ignite_train.device import to_host
-from ignite_train.update.queued_step import QueuedStep
+from ignite_train.fast.queued_step import QueuedStep
+from tiers import accelerated
 
 UPDATES, BROKEN = 5, 3
 
@@ -90,10 +91,11 @@ def train(trainer: Trainer) -> None:
 def outcome(trainer: Trainer, model: nn.Module) -> list[Any]:
     state = trainer.state
     counters = [state.iteration, state.num_steps, state.num_skipped, state.num_micro_batches, state.carried["count"].item()]
-    update = {**trainer._update.state_dict(), "scaled_by": ""}  # the policy that raises has a name of its own
+    update = {**trainer.process.state_dict(), "scaled_by": ""}  # the policy that raises has a name of its own
     return [counters, update, *(parameter.tolist() for parameter in model.parameters())]
 
 
+@accelerated
 @pytest.mark.parametrize(
     ("device", "site", "steps"),
     [
@@ -141,14 +143,14 @@ def test_a_step_that_a_failed_device_cannot_tell_of_is_not_counted(monkeypatch: 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each update whose numbers are read from a device, whether its step was queued."""
     found: list[bool] = []
-    ordinary: Callable[..., Any] = QueuedStep.__call__
+    ordinary: Callable[..., Any] = QueuedStep.read
 
     def call(*arguments: Any) -> Any:
         result = ordinary(*arguments)
-        found.append(arguments[0]._stepping.watch.moved)
+        found.append(arguments[0].watch.moved)
         return result
 
-    monkeypatch.setattr(QueuedStep, "__call__", call)
+    monkeypatch.setattr(QueuedStep, "read", call)
     return found
 
 

@@ -341,116 +341,17 @@ def test_a_harmless_change_is_a_warning(before: Any, after: Any, message: str, u
     assert len(seen) == len(set(seen)) == uses
 
 
-def place_after(loader: Any) -> tuple[Any, dict[str, Any]]:
-    """A trainer that has trained five updates, and its place in the data as an earlier version wrote it."""
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    trainer = create_trainer(model, optimizer, lambda model, x: model(x.float()[:, None]).mean(), accumulation_steps=2)
-    trainer.run(loader, max_iters=5)
-    place = dict(trainer.data.position())
-    del place["description"]
-    place.pop("micro_batches", None)
-    place["generators"] = [*place["generators"].values()]
-    if "opening" in place:
-        place["opening"] = {**place["opening"], "own": [*place["opening"]["own"].values()]}
-    return trainer, place
-
-
-def rest_after(earlier: Any, place: dict[str, Any], loader: Any) -> list[int]:
-    """The samples of the rest of the epoch, from that place."""
-    model, seen = nn.Linear(1, 1), []
-
-    def forward(model: nn.Module, x: Tensor) -> Tensor:
-        seen.extend(x.tolist())
-        return model(x.float()[:, None]).mean()
-
-    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-3), forward, accumulation_steps=2)
-    trainer.load_state_dict(earlier.state_dict())
-    trainer.data.load_position(place)
-    trainer.run(loader, max_epochs=1)
-    return seen
-
-
-@pytest.mark.parametrize("loader", [plain, resumable, stateful])
-def test_a_place_without_a_description_is_found(loader: Callable[[], Any], tmp_path: Path) -> None:
-    """A checkpoint of an earlier version has no description, lists its generators without names, and counts updates."""
-    assert rest_after(*place_after(loader()), loader()) == train(tmp_path, loader())[40:]
-
-
-def test_generators_without_names_get_their_states(tmp_path: Path) -> None:
-    """The order is that of the run before, though the loader of the new process was made with another seed."""
-    other = plain()
-    other.generator.manual_seed(12345)
-    assert rest_after(*place_after(plain()), other) == train(tmp_path, plain())[40:]
-
-
-def test_another_loader_without_a_description_is_warned_about(caplog: Any) -> None:
-    """There is nothing to compare, but the place of one kind says nothing to another."""
-    rest_after(*place_after(resumable()), plain())
-    assert sum("another kind of loader was used before" in line for line in caplog.messages) == 1
-
-
-# --- the order of a large dataset, which earlier versions drew and this one computes ---
-
-
-@pytest.fixture
-def computed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Makes a dataset large: from now on the order of all samples is computed."""
-    return lambda: monkeypatch.setattr("ignite_train.data.epoch_order._MAX_DRAWN", SAMPLES - 1)
-
-
-ORDERED = {"resumable": resumable, "sharded": lambda: sharded(3)}
-
-
-@pytest.mark.parametrize("case", ORDERED)
-def test_a_computed_order_continues(case: str, computed: Callable[[], None], tmp_path: Path, caplog: Any) -> None:
-    drawn = train(tmp_path / "drawn", ORDERED[case]())
-    computed()
-    whole = train(tmp_path / "whole", ORDERED[case]())
-    seen = train(tmp_path / "parts", ORDERED[case](), to=5)
-    assert seen + train(tmp_path / "parts", ORDERED[case]()) == whole
+@pytest.mark.parametrize("make", [resumable, lambda: sharded(3)], ids=["resumable", "sharded"])
+def test_a_computed_order_continues(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any) -> None:
+    """That of a large dataset, which is not drawn."""
+    drawn = train(tmp_path / "drawn", make())
+    monkeypatch.setattr("ignite_train.data.epoch_order._MAX_DRAWN", SAMPLES - 1)
+    whole = train(tmp_path / "whole", make())
+    seen = train(tmp_path / "parts", make(), to=5)
+    assert seen + train(tmp_path / "parts", make()) == whole
     assert sorted(whole) == sorted(drawn)
     assert whole != drawn
     assert "data has changed" not in caplog.text
-
-
-@pytest.mark.parametrize("case", ORDERED)
-def test_an_epoch_in_a_drawn_order_is_not_continued_in_a_computed_one(
-    case: str, computed: Callable[[], None], tmp_path: Path
-) -> None:
-    """An earlier version wrote the checkpoint; one line says what can finish the epoch and where any version can begin."""
-    train(tmp_path, ORDERED[case](), to=5)
-    computed()
-    with pytest.raises(ValueError, match="to resume in the middle of an epoch") as caught:
-        train(tmp_path, ORDERED[case]())
-    assert "got order: drawn -> computed (the version that wrote it can finish the epoch) (rank 0)" in str(caught.value)
-    assert "resume from a checkpoint of the end of an epoch (resume=PATH)" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("case", ORDERED)
-def test_the_next_epoch_may_be_computed(case: str, computed: Callable[[], None], tmp_path: Path, caplog: Any) -> None:
-    train(tmp_path, ORDERED[case]())
-    computed()
-    seen = train(tmp_path, ORDERED[case](), to=12)
-    assert sorted(seen) == [*range(SAMPLES)]
-    assert sum("the data has changed since the checkpoint: order: drawn -> computed" in line for line in caplog.messages) == 1
-
-
-def test_a_place_without_a_description_is_of_a_drawn_order(computed: Callable[[], None]) -> None:
-    earlier, place = place_after(resumable())
-    computed()
-    with pytest.raises(ValueError, match="got order: drawn -> computed"):
-        rest_after(earlier, place, resumable())
-    assert len(rest_after(earlier, place, resumable(shuffle=False))) == SAMPLES - 40
-
-
-def test_another_length_or_shuffle_is_named_alone(computed: Callable[[], None], tmp_path: Path) -> None:
-    """They decide about the order, which is not named beside them."""
-    train(tmp_path, resumable(shuffle=False), to=5)
-    computed()
-    with pytest.raises(ValueError, match=r"got shuffle: False -> True \(rank 0\)"):
-        train(tmp_path, resumable())
 
 
 @pytest.mark.slow

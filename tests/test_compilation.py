@@ -22,7 +22,7 @@ from ignite_train import (
     create_evaluator,
     create_trainer,
 )
-from ignite_train.update.compilation import of_update
+from ignite_train.fast.choose import settings_of_graphs
 from ranks import run_ranks
 from tiers import nightly, slow
 from update_options import with_options
@@ -137,10 +137,10 @@ def test_the_model_is_compiled_beside_whole_updates(monkeypatch, compile, bare, 
 def test_whole_updates_are_compiled_for_their_device() -> None:
     """By default: as a CUDA graph there, and with calls in C++ on the CPU. Options of the user replace both."""
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert of_update("update", cuda) == of_update({"update": True}, cuda) == {"mode": "reduce-overhead"}
-    assert of_update("update", cpu) == {"options": {"cpp_wrapper": True, "layout_optimization": False}}
-    assert of_update({"update": True, "backend": "eager"}, cpu) == {"backend": "eager"}
-    assert [of_update(options, cpu) for options in (False, True, {"backend": "eager"})] == [None] * 3
+    assert settings_of_graphs("update", cuda) == settings_of_graphs({"update": True}, cuda) == {"mode": "reduce-overhead"}
+    assert settings_of_graphs("update", cpu) == {"options": {"cpp_wrapper": True, "layout_optimization": False}}
+    assert settings_of_graphs({"update": True, "backend": "eager"}, cpu) == {"backend": "eager"}
+    assert [settings_of_graphs(options, cpu) for options in (False, True, {"backend": "eager"})] == [None] * 3
 
 
 @pytest.mark.parametrize("by", ["trainer", "user"])

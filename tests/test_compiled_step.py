@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ignite_train.model.compiled_step import CompiledStep, stepped
+from ignite_train.fast.compiled_step import CompiledStep, stepped
 from textbook import Textbook
 
 Make = Callable[..., Optimizer]

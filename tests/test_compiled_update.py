@@ -37,14 +37,14 @@ from ignite_train import (
     create_supervised_trainer,
     create_trainer,
 )
+from ignite_train.fast.compiled_gather import CompiledGather
+from ignite_train.fast.update_graphs import UpdateGraphs
 from ignite_train.handlers import Checkpoint, Freeze, LearningRateSchedule, TrainingMetrics
 from ignite_train.ranks.messages import Piggyback
-from ignite_train.update.compiled_update import CompiledUpdate
-from ignite_train.update.update_graphs import UpdateGraphs
 from log_messages import messages_from_here
 from ranks import run_ranks
 from textbook import Textbook
-from tiers import nightly, only, slow
+from tiers import accelerated, nightly, only, slow
 from update_options import with_options
 
 Batch = tuple[Tensor, Tensor]
@@ -163,7 +163,7 @@ def counters(setup: Setup) -> list[int]:
 
 def is_graph(setup: Setup) -> bool:
     """Whether the latest update was one."""
-    return setup.trainer._update._obstacle is None and bool(setup.trainer._update._graphs)
+    return setup.trainer.process.gather._obstacle is None and bool(setup.trainer.process.gather._graphs)
 
 
 # --- the same numbers -------------------------------------------------------------------------------------------------------
@@ -781,7 +781,7 @@ def fail_in_step_completed(setup: Setup) -> None:
 
 def fail_after_the_scaling(setup: Setup) -> None:
     """Once it has taken note of the second update."""
-    scaling = setup.trainer._update.loss_scaling
+    scaling = setup.trainer.process.loss_scaling
     ordinary, interrupt = scaling.update, Once(ArithmeticError())
 
     def update(*, overflow: bool) -> None:
@@ -828,7 +828,7 @@ def test_an_error_loses_no_update_and_repeats_none(name, way, steps):
         setups.append(setup)
     assert not way or is_graph(setups[0])
     assert counters(setups[0]) == counters(setups[1])
-    assert setups[0].trainer._update.state_dict() == setups[1].trainer._update.state_dict()
+    assert setups[0].trainer.process.state_dict() == setups[1].trainer.process.state_dict()
     for one, other in zip(setups[0].model.parameters(), setups[1].model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
@@ -967,7 +967,7 @@ def test_numbers_without_dimensions_are_written_in_float64(net, optimizer):
     finally:
         torch.set_default_dtype(torch.float32)
     assert_alike(*setups)
-    assert isinstance(setups[0].trainer._update, CompiledUpdate) is (net is Net)
+    assert isinstance(setups[0].trainer.process.gather, CompiledGather) is (net is Net)
 
 
 @pytest.mark.slow
@@ -1159,6 +1159,7 @@ OBSTACLES: dict[str, tuple[dict[str, Any], Callable[[Setup], None] | None, str]]
 }
 
 
+@accelerated
 @pytest.mark.parametrize("name", only(["gradients-ready", "out-of-memory"], OBSTACLES))
 def test_what_cannot_be_a_graph_is_said_once(caplog, bits, name):
     """Updates are those of compile=True, bit by bit, and the log has the reason once."""
@@ -1202,6 +1203,7 @@ def test_updates_with_and_without_a_graph_follow_each_other(caplog):
     assert_alike(*setups)
 
 
+@accelerated
 def test_where_torch_compiles_nothing_for_a_while_later_updates_are_graphs(caplog):
     """As under another stance, or in a mode of the dispatcher."""
     setups = [make(way) for way in (True, False)]
@@ -1333,7 +1335,7 @@ def test_a_copied_trainer_trains_the_copied_model(bits):
         copied = copy.deepcopy(setup.trainer)
         copied.run(batches(4, 3), max_epochs=3)
         assert bits([setup.model.state_dict(), setup.optimizer.state_dict()]) == before
-        assert not way or copied._update._obstacle is None
+        assert not way or copied._update.gather._obstacle is None
         weights.append(nn.utils.parameters_to_vector(copied._update.model.parameters()))
     torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-9)
 
@@ -1381,7 +1383,7 @@ def test_it_takes_ignites_factory_and_bare_modules():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         trainer = create_supervised_trainer(model, optimizer, nn.MSELoss(), compile=way)
         trainer.run(batches(4, 4, 3), max_epochs=2)
-        assert not way or trainer._update._obstacle is None
+        assert not way or trainer.process.gather._obstacle is None
         weights.append(torch.cat([parameter.flatten() for parameter in model.parameters()]))
     torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-9)
 

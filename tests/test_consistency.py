@@ -35,8 +35,7 @@ from ignite_train.handlers import (
 )
 from ignite_train.handlers.state_consistency import _Check, _Shard
 from ignite_train.model.tensor_digests import tensor_digests
-from ignite_train.ranks import collectives
-from ignite_train.ranks.joint_message import JointMessage
+from ignite_train.ranks import collectives, replicas
 from ranks import run_ranks
 from tiers import nightly, slow
 from update_options import with_options
@@ -386,15 +385,15 @@ class Broken:
         if idist.get_rank() == 1 and way == "ddp":
             self.job.trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, self.change)
         elif idist.get_rank() == 1:
-            self.unpack, JointMessage.unpack = JointMessage.unpack, lambda of, *given: self.change_sum(of, *given)  # type: ignore[method-assign]
+            self.unflatten, replicas.unflatten = replicas.unflatten, self.change_sum
 
     def change(self) -> None:
         if self.job.trainer.state.iteration in self.updates:
             self.job.model.weight.grad.data[0, -1] *= self.factor  # which torch does not count as a change
             self.job.model.bias.grad = self.job.model.bias.grad if self.factor else None
 
-    def change_sum(self, of: JointMessage, *given: Any) -> None:
-        self.unpack(of, *given)
+    def change_sum(self, *given: Any) -> None:
+        self.unflatten(*given)
         if self.job.trainer.state.iteration in self.updates:
             self.job.model.weight.grad.data[0, -1] *= self.factor  # which torch does not count as a change
 

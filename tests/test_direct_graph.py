@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._inductor.output_code import CompiledFxGraph
 
 import compiling
-from ignite_train.model.direct_graph import inductor
+from ignite_train.fast.direct_graph import inductor
 
 pytestmark = [*compiling.ALONE, pytest.mark.slow]
 

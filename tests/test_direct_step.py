@@ -19,15 +19,17 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ignite_train.fast import direct_step
+from ignite_train.fast.direct_step import DirectStep, is_direct_right
 from ignite_train.handlers import LearningRateSchedule
-from ignite_train.model import direct_step
-from ignite_train.model.direct_step import DirectStep, is_direct_right
 from ignite_train.model.fused_kernels import is_kernel_right
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.group_tensors import GroupTensors, gather
 from ignite_train.model.step_watch import StepWatch
 from ranks import run_ranks
-from tiers import slow
+from tiers import accelerated, slow
+
+pytestmark = accelerated
 
 CPU = torch.device("cpu")
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
@@ -258,7 +260,7 @@ def made(make: Callable[[Any], Optimizer] = KINDS["adamw"], *, stepped: bool = T
 
 
 def direct_step_of(optimizer: Optimizer, gradients: Gradients) -> Callable[[], str | None]:
-    """A direct step of it, as `Stepping` makes it."""
+    """A direct step of it, as `FoldedStep` makes it."""
     tensors = GroupTensors(gradients)
     direct = DirectStep(optimizer, gradients, tensors, StepWatch(optimizer))
 

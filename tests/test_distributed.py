@@ -42,7 +42,7 @@ from ignite_train.handlers import (
     TrainingMetrics,
     Validation,
 )
-from ignite_train.ranks.buckets import buckets
+from ignite_train.ranks.replicas import buckets
 from ranks import RanksFailedError, run_ranks
 from tiers import only
 from update_options import with_options
@@ -177,7 +177,7 @@ def chosen(kind: str) -> str:
     steps = 1 if kind == "with a static graph" else 2
     trainer = create_trainer(ddp, torch.optim.SGD(model.parameters(), lr=0.1), cuts.forward, accumulation_steps=steps)
     trainer.run(cuts.shard([[8] * 4, [8] * 4]), max_epochs=1)
-    return type(trainer._update.reduction).__name__  # type: ignore[attr-defined]
+    return type(trainer.process.gather.reduction).__name__  # type: ignore[attr-defined]
 
 
 @pytest.mark.sampled(4)

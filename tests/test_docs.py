@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import inspect
 import re
 import tomllib
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import pytest
 import torch
 from ignite.engine import Events
 
+import ignite_train
 from ignite_train import Trainer, TrainEvents, create_trainer, handlers
 
 ROOT = Path(__file__).parent.parent
@@ -240,8 +242,39 @@ def test_every_handler_is_in_a_table():
     assert listed == kinds
 
 
-def test_the_code_on_handlers_runs():
+@pytest.mark.parametrize("word", ["every", "seed", "score"])
+def test_each_meaning_of_a_word_is_in_a_table(word):
+    """docs/handlers.md says what `every=`, `seed=` and `score=` mean wherever a public function or class takes them."""
+    section = (ROOT / "docs/handlers.md").read_text(encoding="utf-8").partition("## What `every=`")[2]
+    public = {name: vars(module)[name] for module in (ignite_train, handlers) for name in module.__all__}
+    classes = {name: value.__init__ if isinstance(value, type) else value for name, value in public.items() if callable(value)}
+    takers = {name for name, value in classes.items() if word in inspect.signature(value).parameters}
+
+    assert {name for name in takers - {"create_supervised_trainer"} if f"`{name}" not in section} == set()
+    assert len(takers) > 2
+
+
+def test_a_fine_tuning_is_short(tmp_path, monkeypatch, capsys):
+    """Averaged weights, schedule, early stopping, best and last checkpoint in at most 40 lines, which run alone, as printed."""
+    text = (ROOT / "docs/handlers.md").read_text(encoding="utf-8").partition("## A fine-tuning")[2]
+    block = _FENCE.search(text)[2]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "docs/handlers.md", "exec"), {})  # noqa: S102
+    printed = capsys.readouterr().out.splitlines()
+
+    assert len(block.splitlines()) <= 40
+    assert printed[:3] == [
+        "Sequential, 643 parameters, 99 of them trained, on cpu in fp32, AdamW",
+        "40 updates in 5 epochs: 32 samples each (32 × 1 micro-batches)",
+        "writes to " + printed[2].removeprefix("writes to "),
+    ]
+    assert (tmp_path / "runs/tuning/metrics.jsonl").is_file()
+    assert 1 <= len([*(tmp_path / "runs/tuning").glob("update-*")]) <= 2
+
+
+def test_the_code_on_handlers_runs(tmp_path, monkeypatch):
     """The blocks of docs/handlers.md, one after the other, are one script."""
+    monkeypatch.chdir(tmp_path)
     blocks = [text for language, text in _code(ROOT / "docs/handlers.md")[1] if language == "python"]
     names = {}
     exec(compile("".join(blocks), "docs/handlers.md", "exec"), names)  # noqa: S102

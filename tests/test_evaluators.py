@@ -19,7 +19,7 @@ from torch import nn
 
 import cuts
 from ignite_train import Trainer, create_evaluator, create_trainer
-from ignite_train.checkpoint.inspection import find
+from ignite_train.checkpoint import find
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.handlers import Checkpoint, JsonLines, ProgressLog, TensorBoard, Validation
 
@@ -78,7 +78,7 @@ def test_a_stock_evaluator_is_validated_logged_and_the_best_is_saved(
         handler.attach(trainer, Events.ITERATION_COMPLETED(every=2), evaluator=evaluator)
     validation = Validation(evaluator, DATA, score="mse")
     validation.attach(trainer)
-    checkpoint = Checkpoint(tmp_path / "run", best="mse", every=100)
+    checkpoint = Checkpoint(tmp_path / "run", score="mse", every=100)
     checkpoint.attach(trainer, evaluator=evaluator)
     means: list[float] = []
 
@@ -111,7 +111,7 @@ def test_the_best_is_seen_wherever_the_metric_is_published(tmp_path: Path, kind:
     """A handler of COMPLETED that publishes the score may be attached before or after `Checkpoint`."""
     trainer, model = make_trainer()
     evaluator = EVALUATORS[kind](model)
-    checkpoint = Checkpoint(tmp_path, best="late", mode="min", every=100, keep_best=99)
+    checkpoint = Checkpoint(tmp_path, score="late", mode="min", every=100, keep_best=99)
 
     def publish(engine: Engine) -> None:
         engine.state.metrics["late"] = SCORES[trainer.state.epoch - 1]

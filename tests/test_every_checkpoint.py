@@ -310,8 +310,8 @@ WAYS: dict[str, Way] = {
     "every update and epoch": Way({"every": 1, "every_epochs": 1}),
     "few": Way({"every": 6, "every_epochs": 2}),
     "every_seconds": Way({"every_seconds": 1e-9}),
-    "best after an epoch": Way({**RARELY, "best": "loss"}, _validate(Events.EPOCH_COMPLETED)),
-    "best after an update": Way({**RARELY, "best": "loss"}, _validate(Events.ITERATION_COMPLETED(every=3))),
+    "best after an epoch": Way({**RARELY, "score": "loss"}, _validate(Events.EPOCH_COMPLETED)),
+    "best after an update": Way({**RARELY, "score": "loss"}, _validate(Events.ITERATION_COMPLETED(every=3))),
     "the epoch is ended": Way(
         {"every": 1, "every_epochs": 1},
         always=lambda trainer: trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), trainer.terminate_epoch),

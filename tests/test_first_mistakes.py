@@ -1,26 +1,37 @@
-"""Mistakes of forward and of handlers that training would carry on with: each is noticed in the first update."""
+"""Mistakes of the first hour: some would train wrongly and are noticed in the first update, others are foreign words."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ignite.engine import Events
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
+import ignite_train
 from ignite_train import (
     ForwardContractError,
     ForwardOutput,
     GradientAccessError,
+    ResumableLoader,
     Trainer,
     TrainEvents,
     UpdateOptions,
+    attach_defaults,
     create_evaluator,
+    create_supervised_trainer,
     create_trainer,
+    handlers,
 )
+from ignite_train.handlers import Checkpoint, EarlyStopping, JsonLines, ProgressLog, TensorBoard, TrainingMetrics, Validation
+from ignite_train.other_words import OTHER_WORDS
 from mistakes import assert_one_line
 from ranks import run_ranks
 
@@ -147,11 +158,11 @@ def again(trainer: Trainer) -> None:
 
 
 def clip(trainer: Trainer) -> None:
-    nn.utils.clip_grad_norm_(trainer._update.model.parameters(), 0.1)  # type: ignore[attr-defined]
+    nn.utils.clip_grad_norm_(trainer.process.model.parameters(), 0.1)  # type: ignore[attr-defined]
 
 
 def add_noise(trainer: Trainer) -> None:
-    for parameter in trainer._update.model.parameters():  # type: ignore[attr-defined]
+    for parameter in trainer.process.model.parameters():  # type: ignore[attr-defined]
         parameter.grad = parameter.grad + 0.1
 
 
@@ -257,7 +268,7 @@ def test_nothing_is_left_of_the_first_look() -> None:
     """From the second forward on it is the user's that is called."""
     _, _, trainer = make(summed)
     trainer.run(DATA[:1])
-    assert trainer._update.forward is summed  # type: ignore[attr-defined]
+    assert trainer.process.gather.passes.user_forward is summed  # type: ignore[attr-defined]
 
 
 def on_ranks() -> list[Any]:
@@ -356,3 +367,379 @@ def test_a_run_that_never_moves_the_weights(caplog: pytest.LogCaptureFixture) ->
     caplog.clear()
     make(summed)[2].run(DATA)
     assert not caplog.records
+
+
+# --- the words of other libraries -------------------------------------------------------------------------------------------
+
+
+def supervised(loss_fn: Any = nn.CrossEntropyLoss, **settings: Any) -> Any:
+    model = nn.Linear(3, 2)
+    return create_supervised_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, **settings)
+
+
+def evaluator() -> Any:
+    return create_evaluator(nn.Linear(3, 2), summed)
+
+
+def with_checkpoint(directory: Any = "runs") -> Trainer:
+    trainer = make(summed)[2]
+    Checkpoint(directory).attach(trainer)
+    return trainer
+
+
+def imports(statement: str) -> Callable[[], None]:
+    return lambda: exec(statement, {})  # noqa: S102
+
+
+SAVE = "write Checkpoint('runs/first').attach(trainer) of ignite_train.handlers, which saves the run and resumes it"
+SCORE = "write score='accuracy', the name of one of the evaluator's metrics"
+CALLS = "forward must be callable as forward(model, micro_batch) or forward(model, micro_batch, state)"
+RESUME = "; leave it out, and a run with a Checkpoint continues where it was"
+WORDS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (
+        lambda: make(summed)[2].run(DATA, epochs=3),
+        TypeError,
+        "Trainer.run has no argument 'epochs'; write trainer.run(loader, max_epochs=3)",
+    ),
+    (
+        lambda: make(summed)[2].run(DATA, max_steps=3),
+        TypeError,
+        "Trainer.run has no argument 'max_steps'; write trainer.run(loader, max_iters=1000), which counts updates",
+    ),
+    (
+        lambda: make(summed)[2].run(DATA, max_epoch=3, resumes="must"),
+        TypeError,
+        "Trainer.run has no argument 'max_epoch'; write trainer.run(loader, max_epochs=3)",
+    ),
+    (
+        lambda: make(summed)[2].run(DATA, resum="must"),
+        TypeError,
+        "Trainer.run has no argument 'resum'; did you mean 'resume'?",
+    ),
+    (
+        lambda: make(summed, amp=True),
+        TypeError,
+        "create_trainer has no argument 'amp'; write precision='bf16' or precision='fp16'",
+    ),
+    (
+        lambda: make(summed, grad_clip=1.0),
+        TypeError,
+        "create_trainer has no argument 'grad_clip'; write max_grad_norm=1.0",
+    ),
+    (
+        lambda: make(summed, on_nonfinite="skip"),
+        TypeError,
+        "create_trainer has no argument 'on_nonfinite'; write options=UpdateOptions(on_nonfinite=...)",
+    ),
+    (
+        lambda: make(summed, bananas=3),
+        TypeError,
+        "create_trainer has no argument 'bananas'; help(create_trainer) lists them",
+    ),
+    (
+        lambda: make(summed, scheduler=None),
+        TypeError,
+        "create_trainer has no argument 'scheduler'; write LearningRateSchedule(scheduler).attach(trainer), with a scheduler "
+        "of torch, whose steps are updates",
+    ),
+    (
+        lambda: supervised(loss=None),
+        TypeError,
+        "create_supervised_trainer has no argument 'loss'; write loss_fn=torch.nn.CrossEntropyLoss()",
+    ),
+    (supervised, TypeError, "loss_fn must be a loss and not its class, got CrossEntropyLoss; write CrossEntropyLoss()"),
+    (
+        lambda: UpdateOptions(accumulation_steps=4),
+        TypeError,
+        "UpdateOptions has no argument 'accumulation_steps'; write accumulation_steps=4 of create_trainer, "
+        "gradient_accumulation_steps=4 of create_supervised_trainer",
+    ),
+    (lambda: Checkpoint("runs", monitor="loss"), TypeError, f"Checkpoint has no argument 'monitor'; {SCORE}"),
+    (lambda: Checkpoint("runs", best="loss"), TypeError, f"Checkpoint has no argument 'best'; {SCORE}"),
+    (
+        lambda: Checkpoint("runs", save_top_k=3),
+        TypeError,
+        "Checkpoint has no argument 'save_top_k'; write keep=3, or keep_best=3 for the best by a score",
+    ),
+    (
+        lambda: Checkpoint({}, "runs"),
+        TypeError,
+        "Checkpoint takes (directory) without names, got 2 values; write Checkpoint('runs/first').attach(trainer): it saves "
+        "model, optimizer and handlers by itself",
+    ),
+    (
+        lambda: Checkpoint("runs", score=3),
+        TypeError,
+        "score must be the name of one of the evaluator's metrics, got 3 of type int in Checkpoint",
+    ),
+    (
+        lambda: Checkpoint("runs", config=argparse.Namespace(a=1)),
+        TypeError,
+        "config must be a mapping, got Namespace(a=1) of type Namespace; vars(config) makes one of a Namespace",
+    ),
+    (lambda: Validation(evaluator(), DATA, metric="loss"), TypeError, f"Validation has no argument 'metric'; {SCORE}"),
+    (lambda: EarlyStopping(evaluator(), monitor="loss"), TypeError, f"EarlyStopping has no argument 'monitor'; {SCORE}"),
+    (
+        lambda: EarlyStopping(3, lambda engine: 1.0, None),
+        TypeError,
+        "EarlyStopping takes (evaluator, score) without names, got 3 values; write EarlyStopping(evaluator, 'accuracy', "
+        "patience=3).attach(trainer)",
+    ),
+    (
+        lambda: ProgressLog().attach(make(summed)[2], every=10),
+        TypeError,
+        "ProgressLog.attach has no argument 'every'; write an event in attach: attach(trainer, "
+        "Events.ITERATION_COMPLETED(every=50))",
+    ),
+    (
+        lambda: make(summed)[2].fit(DATA),
+        AttributeError,
+        "'Trainer' object has no attribute 'fit'; write trainer.run(loader, max_epochs=3)",
+    ),
+    (
+        lambda: make(summed)[2].train(),
+        AttributeError,
+        "'Trainer' object has no attribute 'train'; write trainer.run(loader, max_epochs=3)",
+    ),
+    (lambda: make(summed)[2].save_checkpoint(), AttributeError, f"'Trainer' object has no attribute 'save_checkpoint'; {SAVE}"),
+    (lambda: make(summed)[2].bananas, AttributeError, "'Trainer' object has no attribute 'bananas'"),
+    (
+        lambda: make(summed)[2].state.loss,
+        AttributeError,
+        "'TrainState' object has no attribute 'loss'; write state.update_output.loss",
+    ),
+    (
+        lambda: make(summed)[2].state.accuracy,
+        AttributeError,
+        "'TrainState' object has no attribute 'accuracy'; write state.metrics[...] with TrainingMetrics; the sums of the "
+        "latest update are state.update_output.logs",
+    ),
+    (
+        lambda: make(summed)[2].run(DATA).output["loss"],
+        TypeError,
+        "UpdateOutput has attributes and no keys, got ['loss']; write state.update_output.loss",
+    ),
+    (
+        lambda: make(lambda batch, model: summed(model, batch)),
+        TypeError,
+        f"{CALLS}, got the parameters (batch, model); put the model first",
+    ),
+    (
+        lambda: with_checkpoint().run(DATA, resume=True),
+        TypeError,
+        f"resume must be 'auto', 'must', 'never' or a path, got True of type bool{RESUME}",
+    ),
+    (
+        lambda: make(summed)[2].run(DATA, resume=True),
+        TypeError,
+        f"resume must be 'auto', 'must', 'never' or a path, got True of type bool{RESUME}",
+    ),
+    (
+        lambda: with_checkpoint().run(DATA, resume="m.pt"),
+        ValueError,
+        "resume must be 'auto', 'must', 'never' or a directory that exists, got 'm.pt'; for the weights of a file alone write "
+        "load_weights(model, path) of ignite_train.checkpoint",
+    ),
+    (
+        lambda: ResumableLoader(DATA, 8),
+        TypeError,
+        "shuffle must be given, as True or False, got None of type NoneType; or pass batches=TokenBudgetSampler(...)",
+    ),
+    (
+        imports("from ignite_train import Checkpoint"),
+        ImportError,
+        "ignite_train has no 'Checkpoint'; write from ignite_train.handlers import Checkpoint",
+    ),
+    (
+        imports("from ignite_train.handlers import ModelCheckpoint"),
+        ImportError,
+        f"ignite_train.handlers has no 'ModelCheckpoint'; {SAVE}",
+    ),
+    (
+        imports("from ignite_train.handlers import TerminateOnNan"),
+        ImportError,
+        "ignite_train.handlers has no 'TerminateOnNan'; write nothing: a loss or gradient that is not finite raises "
+        "NonFiniteError by itself",
+    ),
+    (
+        imports("from ignite_train import Events"),
+        ImportError,
+        "ignite_train has no 'Events'; write from ignite.engine import Events",
+    ),
+]
+
+
+@pytest.mark.parametrize(("mistake", "error", "line"), WORDS, ids=[line[:60] for _, _, line in WORDS])
+def test_a_word_of_another_library(
+    mistake: Callable[[], Any], error: type[Exception], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line that is printed says what to write here."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error) as raised:
+        mistake()
+    assert str(raised.value) == line
+
+
+def test_the_table_of_words_is_sound() -> None:
+    """In one place each word has one answer, and none is an argument or an attribute that exists."""
+    for place, rows in OTHER_WORDS.items():
+        words = [word for text in rows.values() for word in text.split()]
+        assert len(words) == len({*words}), place
+    attributes = {name for text in OTHER_WORDS["Trainer"].values() for name in text.split()}
+    assert attributes.isdisjoint(dir(make(summed)[2]))
+    for module in (ignite_train, handlers):
+        assert {name for text in OTHER_WORDS["import"].values() for name in text.split()}.isdisjoint(module.__all__)
+
+
+def test_a_gradient_that_is_read_after_the_update() -> None:
+    """The error of Python says nothing of when gradients are there; a note does."""
+    model, _, trainer = make(summed)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: model.weight.grad.norm())
+    with pytest.raises(AttributeError, match="'NoneType'") as raised:
+        trainer.run(DATA)
+    (note,) = raised.value.__notes__
+    assert "gradients are cleared at the end of an update; read trainer.gradients() in TrainEvents.GRADIENTS_READY" in note
+    _, _, trainer = make(summed)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: None.norm())  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError) as raised:
+        trainer.run(DATA)
+    assert not hasattr(raised.value, "__notes__")
+
+
+# --- handlers that do nothing, or everything twice --------------------------------------------------------------------------
+
+
+def test_a_handler_that_was_never_attached(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is named when a run ends, once, also where nothing holds it any more; one that is attached is not."""
+    Checkpoint(tmp_path / "never")
+    lost = Validation(evaluator(), DATA)
+    trainer = make(summed)[2]
+    TrainingMetrics().attach(trainer)
+    with pytest.raises(TypeError):
+        Checkpoint("runs", bananas=3)
+    trainer.run(DATA)
+    assert [record.message for record in caplog.records] == [
+        "Checkpoint, Validation: made and not attached to a trainer, without which a handler does nothing; call "
+        "Checkpoint(...).attach(trainer)"
+    ]
+    caplog.clear()
+    make(summed)[2].run(DATA)
+    assert not caplog.records
+    assert lost.best is None
+
+
+def test_defaults_are_attached_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A second time would print each line twice, and divide the interval between two `TrainingMetrics`."""
+    trainer = make(summed)[2]
+    attach_defaults(trainer, directory=tmp_path)
+    says = r"trainer must have TrainingMetrics once, got those of attach_defaults .*leave_out=\('training_metrics',\)"
+    assert_one_line((ValueError, says, lambda: attach_defaults(trainer, directory=tmp_path)))
+    trainer = make(summed)[2]
+    TrainingMetrics(perplexity=True).attach(trainer)
+    assert_one_line((ValueError, says, lambda: attach_defaults(trainer, directory=tmp_path)))
+    attach_defaults(trainer, directory=tmp_path, leave_out=("training_metrics", "progress"))
+    trainer.run(DATA)
+    assert not caplog.records
+
+
+# --- what was found late ----------------------------------------------------------------------------------------------------
+
+
+def scored(attach: Callable[[Trainer, Any], Any], data: Any = DATA) -> tuple[Trainer, Any]:
+    """A trainer with a validation, and what `attach` adds; its forward must not be reached."""
+    trainer = make(lambda m, b: pytest.fail("the first batch was reached"))[2]
+    one = evaluator()
+    attach(trainer, one)
+    Validation(one, data).attach(trainer)
+    return trainer, one
+
+
+MISSPELT: dict[str, Callable[[Trainer, Any], Any]] = {
+    "EarlyStopping": lambda trainer, one: EarlyStopping(one, "los", patience=2, mode="min").attach(trainer),
+    "Checkpoint": lambda trainer, one: Checkpoint("runs", score="los", mode="min").attach(trainer, evaluator=one),
+    "Validation": lambda trainer, one: Validation(one, DATA, score="los", mode="min").attach(trainer),
+}
+
+
+@pytest.mark.parametrize("kind", MISSPELT)
+def test_a_misspelt_score(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a rehearsal with one micro-batch, before the first batch; the note says how to leave it out."""
+    monkeypatch.chdir(tmp_path)
+    trainer, _ = scored(MISSPELT[kind])
+    with pytest.raises(ValueError, match="score must be one of the evaluator's metrics") as raised:
+        trainer.run(DATA)
+    assert str(raised.value) == "score must be one of the evaluator's metrics ['loss'], got 'los'; did you mean 'loss'?"
+    assert raised.value.__notes__ == [
+        "this was a rehearsal with 1 micro-batches before the first update; Validation(sanity=0) leaves it out"
+    ]
+
+
+def test_a_broken_evaluation() -> None:
+    """Of a held-out set with other columns, say."""
+    trainer, _ = scored(lambda trainer, one: None, [(torch.ones(8, 4), torch.zeros(8, dtype=torch.long))])
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
+        trainer.run(DATA)
+
+
+def rehearsed(sanity: int) -> tuple[Tensor, list[Any]]:
+    torch.manual_seed(3)
+    model, _, trainer = make(summed)
+    loader = DataLoader(TensorDataset(torch.randn(32, 3), torch.arange(32) % 2), batch_size=8, shuffle=True)
+    one, seen = evaluator(), []
+    one.add_event_handler(Events.COMPLETED, lambda engine: engine.state.metrics.update(late=seen.append(engine) or 1.0))
+    Validation(one, loader, score="late", mode="min", sanity=sanity).attach(trainer)
+    trainer.run(loader, max_epochs=2)
+    return model.weight.detach(), [torch.rand(2), len(seen)]
+
+
+def test_a_rehearsal_leaves_no_trace() -> None:
+    """Weights, the order of shuffled data and random numbers are those of a run without one, and the score may come later."""
+    (with_one, left), (without, left_without) = rehearsed(1), rehearsed(0)
+    assert torch.equal(with_one, without)
+    assert torch.equal(left[0], left_without[0])
+    assert left[1] == left_without[1] == 2
+    model, _, trainer = make(summed)
+    validation = Validation(create_evaluator(model, summed), iter(DATA))
+    validation.attach(trainer)
+    trainer.run(DATA)
+    assert validation.evaluator.state.iteration == 2, "an iterator is not begun by a rehearsal"
+
+
+def test_an_evaluator_that_nothing_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is said before the first batch, unless a function of the script's may run it."""
+    says = (
+        "Checkpoint, EarlyStopping, ProgressLog: given an evaluator that no handler runs; attach Validation(evaluator, loader)"
+    )
+    for number, own in enumerate((None, lambda: None)):
+        _, _, trainer = make(summed)
+        one = evaluator()
+        attach_defaults(trainer, directory=tmp_path / "log", evaluator=one)
+        Checkpoint(tmp_path / str(number), score="loss").attach(trainer, evaluator=one)
+        EarlyStopping(one, patience=3).attach(trainer)
+        if own is not None:
+            trainer.add_event_handler(Events.EPOCH_COMPLETED, own)
+        caplog.clear()
+        trainer.run(DATA)
+        assert [record.message for record in caplog.records if "given an evaluator that no" in record.message] == (
+            [says] if own is None else []
+        )
+
+
+def test_a_directory_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is known when a handler is made, and not when the first numbers are due."""
+    file = tmp_path / "file"
+    file.touch()
+    for name, mistake in (
+        ("directory", lambda path: attach_defaults(make(summed)[2], directory=path)),
+        ("directory", Checkpoint),
+        ("log_dir", TensorBoard),
+        ("the directory of path", lambda path: JsonLines(path / "metrics.jsonl")),
+    ):
+        says = rf"^{name} must be a directory, or not exist yet, got the file '.*file'$"
+        assert_one_line((ValueError, says, lambda mistake=mistake: mistake(file)))
+        says = rf"^{name} must be a directory, or not exist yet, got '.*file/below.*', where '.*file' is a file$"
+        assert_one_line((ValueError, says, lambda mistake=mistake: mistake(file / "below")))
+        with monkeypatch.context() as patch:
+            patch.setattr("os.access", lambda path, _: path != tmp_path)
+            says = rf"^{name} must be .*, got '.*new', where '{tmp_path}' may not be written to$"
+            assert_one_line((ValueError, says, lambda mistake=mistake: mistake(tmp_path / "new")))

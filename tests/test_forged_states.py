@@ -179,3 +179,9 @@ def test_it_is_refused_in_one_line_or_trains(honest: list[Path], tmp_path: Path,
     """Any value of the index, changed, exchanged or left out: no raw error, at the start or in the updates after it."""
     found = [outcome(honest, tmp_path / str(number), number) for number in range(first, first + LOADS)]
     assert [text for text in found if text] == []
+
+
+@pytest.mark.parametrize("number", [2116, 2822], ids=["a count below 0", "a switch that is a number"])
+def test_it_is_refused_where_the_next_update_would_fail(honest: list[Path], tmp_path: Path, number: int) -> None:
+    """What a division, or a moment that is not there, would have said in an update after the start."""
+    assert outcome(honest, tmp_path, number) == ""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
+from functools import partial
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
+from ignite_train.model.objects_used import is_accounted_for, objects_used
 from ignite_train.model.random_state import (
     NUMPY,
     PYTHON,
@@ -50,6 +53,44 @@ def test_generators_of_the_process_and_of_large_containers_are_left_out() -> Non
     circle = Holder()
     circle.itself = [circle]
     assert generators_within(circle) == {}
+
+
+CHANCE = np.random.default_rng(0)
+
+
+def by_chance() -> float:
+    return float(CHANCE.random())
+
+
+class Drawing(nn.Module):
+    """Its class refers to a generator, by way of a function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * by_chance()
+
+
+def ways_to_a_generator() -> dict[str, Any]:
+    """Functions that come to draw from it, and a module that does."""
+    hooked, holder = nn.Linear(1, 1), Holder(rng=CHANCE)
+    hooked.register_forward_hook(lambda *_: by_chance() and None)
+    return {
+        "closure": (lambda rng: lambda *_: rng.random())(CHANCE),
+        "function": lambda *_: by_chance(),
+        "default": lambda *_, rng=CHANCE: rng.random(),
+        "partial": partial(lambda rng, *_: rng.random(), CHANCE),
+        "method": MethodType(lambda self, *_: self.rng.random(), holder),
+        "container": lambda *_, those=({"rng": CHANCE},): those,
+        "module": Drawing(),
+        "hook": hooked,
+    }
+
+
+@pytest.mark.parametrize("way", ways_to_a_generator())
+def test_a_generator_that_forward_refers_to_is_found(way: str) -> None:
+    """However it gets there; and what is found is not accounted for where it cannot be put back."""
+    found = [*objects_used([ways_to_a_generator()[way]])]
+    assert any(one is CHANCE for one in found)
+    assert not all(map(is_accounted_for, found))
 
 
 GENERATORS: dict[str, Any] = {

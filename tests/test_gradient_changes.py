@@ -112,8 +112,7 @@ def with_events(way: str, name: str) -> tuple[list[float], list[float], list[str
         fully_shard(model, mesh=init_device_mesh("cpu", (idist.get_world_size(),)))
     wrapped = DistributedDataParallel(model) if way == "ddp" else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    uneven = "replay" if way == "fsdp" else "all"  # so that lists of different lengths are allowed
-    options = UpdateOptions(reduction=way, uneven=uneven)  # type: ignore[arg-type]
+    options = UpdateOptions(reduction=way)  # type: ignore[arg-type]
     trainer = create_trainer(wrapped, optimizer, cuts.forward, max_grad_norm=0.15, options=options)
     if name:
         trainer.add_event_handler(TrainEvents.GRADIENTS_REDUCED, lambda: CHANGES[name](model))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ignite_train.update.graph_numbers import GraphNumbers
+from ignite_train.fast.graph_numbers import GraphNumbers
 
 RIGHT = GraphNumbers(norm=50.0, loss=100.0, sample_size=10.0)
 SINGLE, DOUBLE, HALF = [torch.float32], [torch.float64], [torch.float32, torch.bfloat16]

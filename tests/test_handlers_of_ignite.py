@@ -106,6 +106,16 @@ def test_a_scheduler_of_a_number_in_the_state(tmp_path: Path) -> None:
     assert [*before, *after] == expected
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_profiler_that_counts_micro_batches_is_warned_about(steps: int, caplog: pytest.LogCaptureFixture) -> None:
+    """BasicTimeProfiler takes the length of the loader for the updates of an epoch; the line names what does not."""
+    model = cuts.linear()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), cuts.forward, accumulation_steps=steps)
+    BasicTimeProfiler().attach(trainer)
+    trainer.run(DATA, max_epochs=2)
+    assert sum("BasicTimeProfiler" in line and "StepTimer" in line for line in caplog.messages) == (steps > 1)
+
+
 def test_what_measures_and_what_stores(tmp_path: Path) -> None:
     """Timer, EpochOutputStore, BasicTimeProfiler with max_epochs, and ModelCheckpoint for a file of the model."""
     model = cuts.linear()

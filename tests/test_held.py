@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from ignite_train import ForwardOutput, ResumableLoader, Trainer, UpdateOptions, create_evaluator, create_trainer
+from ignite_train.data import held as held_module
 from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.data.held import Held
 from ranks import run_ranks
@@ -312,3 +313,16 @@ def test_a_view_into_memory_that_is_written_elsewhere_is_not_refused() -> None:
     trainer.moments.on_backward.append(lambda output: next(numbers))
     trainer.run(Columns())
     assert next(numbers) == NUMBER
+
+
+def test_groups_are_looked_at_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first 16 groups of a pass and in each 16th: a loader that gives its memory again does so from the beginning."""
+    looks: list[int] = []
+    ordinary = held_module._bytes_at
+    monkeypatch.setattr(held_module, "_bytes_at", lambda *given: looks.append(trainer.state.iteration) or ordinary(*given))
+    model = nn.Linear(3, 1)
+    trainer = create_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).mean(), accumulation_steps=2
+    )
+    trainer.run([torch.randn(2, 3) for _ in range(140)], max_epochs=1)
+    assert sorted({*looks}) == [*range(16), 16, 32, 48, 64]  # what is read before update n + 1

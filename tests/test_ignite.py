@@ -21,9 +21,11 @@ from ignite.metrics import Average
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ignite_train import Trainer, TrainEvents, create_evaluator, create_trainer
+from ignite_train import Trainer, TrainEvents, UpdateOptions, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint
 from tests.ranks import run_ranks
+
+EVENTS_OF_DATA = (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.DATALOADER_STOP_ITERATION)
 
 
 class Weight(nn.Module):
@@ -305,6 +307,67 @@ def test_data_can_be_renewed_where_a_pass_ends():
     assert results[0] == results[1] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
 
 
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_a_run_without_data(accumulation_steps, tmp_path):
+    """`run(None, epoch_length=n)`: forward gets None, no batch is requested, a second run knows the length; it resumes."""
+    fired: list[list[Any]] = []
+    calls: list[Any] = []
+
+    def forward(model: nn.Module, micro_batch: Any) -> torch.Tensor:
+        calls.append(micro_batch)
+        return along(model, 1.0)
+
+    def start(directory: str, **limits: Any) -> Trainer:
+        model = Weight()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        options = UpdateOptions(none_is_empty=accumulation_steps == 2)  # of those that a loader gives
+        trainer = create_trainer(model, optimizer, forward, accumulation_steps=accumulation_steps, options=options)
+        Checkpoint(tmp_path / directory, every=1).attach(trainer)
+        fired.append(note(trainer, *EVENTS_OF_DATA, Events.EPOCH_STARTED, Events.EPOCH_COMPLETED))
+        trainer.run(epoch_length=3, **limits)
+        return trainer
+
+    trainer = start("whole", max_epochs=2)
+    assert calls[: 6 * accumulation_steps] == [None] * 6 * accumulation_steps
+    assert trainer.state.dataloader is None
+    trainer.run(max_epochs=3)
+    assert (trainer.state.iteration, trainer.state.epoch, weight(trainer)) == (9, 3, -9.0)
+    assert [name for name, *_ in fired[0]] == ["EPOCH_STARTED", "EPOCH_COMPLETED"] * 3
+
+    start("stopped", max_iters=4)
+    assert weight(start("stopped", max_iters=9)) == -9.0
+
+
+def test_a_run_without_data_needs_a_length():
+    """As in Ignite, a ValueError."""
+    with pytest.raises(ValueError, match=r"data must be a loader of micro-batches, got None; .*epoch_length"):
+        make()[0].run(max_epochs=2)
+
+
+def test_an_iterator_may_be_renewed_where_a_pass_ends():
+    """As in Ignite's FAQ, by a handler of DATALOADER_STOP_ITERATION; without `epoch_length` a pass is an epoch."""
+    results = []
+    for make_engine in (make_stock, make):
+        engine, seen = make_engine()
+
+        @engine.on(Events.DATALOADER_STOP_ITERATION)
+        def renew(engine: Engine) -> None:
+            engine.state.dataloader = iter([4.0, 5.0])
+
+        engine.run(iter([1.0, 2.0]), max_epochs=3)
+        results.append((flat(seen), engine.state.epoch))
+    assert results[0] == results[1] == ([1.0, 2.0, 4.0, 5.0, 4.0, 5.0], 3)
+
+
+def test_an_iterator_that_is_not_renewed_has_ended():
+    """A handler of that event which does something else: the next epoch has no data, and the error says so."""
+    trainer, groups = make()
+    trainer.add_event_handler(Events.DATALOADER_STOP_ITERATION, lambda: None)
+    with pytest.raises(ValueError, match="data ended after 2 updates of max_epochs=3"):
+        trainer.run(iter([1.0, 2.0]), max_epochs=3)
+    assert groups == [[1.0], [2.0]]
+
+
 def test_data_can_be_renewed_between_epochs():
     """Without `epoch_length` each epoch is one pass, and `set_data` between two chooses the loader of the next."""
     trainer, groups = make()
@@ -527,6 +590,7 @@ def test_a_state_of_stock_ignite_within_a_group_is_refused():
 @pytest.mark.parametrize(
     ("saved", "message"),
     [
+        ({"epoch_length": None, "epoch": 1, "max_epochs": 3}, r"\['epoch_length'\] must be a number of batches, got None"),
         ({"epoch_length": 5, "max_epochs": 3}, "one of the keys 'iteration' and 'epoch'"),
         ({"epoch_length": 5, "iteration": 5, "epoch": 1, "max_epochs": 3}, "one of the keys 'iteration' and 'epoch'"),
         ({"epoch_length": 5, "iteration": 5, "max_epochs": 3, "max_iters": 15}, "one of max_epochs and max_iters, got 3"),
@@ -536,7 +600,7 @@ def test_a_state_of_stock_ignite_within_a_group_is_refused():
         ({"epoch_length": 5, "iteration": True, "max_epochs": 3}, r"\['iteration'\] must be a number of batches, .* got True"),
         ({"epoch_length": 5, "epoch": -1, "max_epochs": 3}, r"must be a number of batches, at least 0, got -5"),
     ],
-    ids=["no-place", "two-places", "two-limits", "epochs-below", "updates-below", "float", "bool", "negative"],
+    ids=["no-length", "no-place", "two-places", "two-limits", "epochs-below", "updates-below", "float", "bool", "negative"],
 )
 def test_a_state_of_stock_ignite_that_contradicts_itself_is_refused(saved, message):
     """What stock Ignite refuses is refused, and nothing of the trainer has changed."""

@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import ignite.distributed as idist
 import pytest
 import torch
+import torch.distributed as dist
 from ignite.engine import Events
 from torch import Tensor, nn
 
 from ignite_train import ForwardOutput, UpdateOptions, create_trainer
 from ignite_train.device import to_host
-from ignite_train.ranks import collectives
-from ignite_train.ranks.joint_message import JointMessage
-from ignite_train.ranks.messages import RankRequests
-from ignite_train.ranks.statistics import Statistics
+from ignite_train.model.gradients import Gradients
+from ignite_train.ranks import collectives, replicas
+from ignite_train.ranks.messages import Outgoing, RankRequests
+from ignite_train.ranks.replicas import ExplicitReduction
+from ignite_train.ranks.statistics import Statistics, Totals
 from ranks import RanksFailedError, run_ranks
 
-STATISTICS = torch.tensor([3.0, 0.1], dtype=torch.float64)
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What crosses, in a process that takes itself for one of two ranks; the other one sends the same numbers."""
+    seen: list[Tensor] = []
+
+    def double(vector: Tensor, **_: Any) -> None:
+        seen.append(vector.clone())
+        vector.mul_(2)
+
+    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", double)
+    return seen
+
+
+def _double(bucket: Tensor) -> None:
+    bucket.mul_(2)
+
+
+def crossing(owners: list[nn.Parameter]) -> Totals:
+    """Sums gradients and statistics over the ranks, as an update does after its last backward."""
+    model, statistics = nn.ParameterList(owners), Statistics(torch.device("cpu"))
+    reduction = ExplicitReduction(model, synchronise=False)
+    norm = reduction.end(Outgoing(RankRequests(), []), statistics, Gradients(model, torch.optim.SGD(owners)))
+    return statistics.finish(norm)
 
 
 def parameters() -> list[nn.Parameter]:
@@ -27,91 +54,65 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(value) for value in (torch.ones(2, 2), transposed, gaps, torch.ones(()), torch.ones(3).bfloat16())]
 
 
-def message_of(owners: list[nn.Parameter]) -> JointMessage:
-    return JointMessage(STATISTICS, len(owners), 0, owners)
-
-
 def backward(owners: list[nn.Parameter]) -> list[Tensor]:
-    """Leaves gradients that count upwards in the order of the indices, and returns them."""
+    """Leaves gradients that count upwards in the order of the indices, and returns copies of them."""
     for owner in owners:
         values = torch.arange(1.0, owner.numel() + 1).view(owner.shape).to(owner.dtype)
         (owner * values).sum().backward()  # type: ignore[no-untyped-call]
-    return [owner.grad for owner in owners if owner.grad is not None]
+    return [owner.grad.clone() for owner in owners if owner.grad is not None]
 
 
-def test_a_gradient_travels_in_the_order_of_its_indices() -> None:
-    """Behind the statistics and the flags, in float64; what comes back has the strides that backward gave it."""
+@pytest.mark.parametrize("beside", [2**14, 0], ids=["with the statistics", "in buckets"])
+def test_a_gradient_travels_in_the_order_of_its_indices(sent: list[Tensor], beside: int, monkeypatch: Any) -> None:
+    """In one vector in float64 if all are small; what comes back has the dtype and the strides that backward gave it."""
+    monkeypatch.setattr(replicas, "_TAIL_ELEMENTS", beside)
+    monkeypatch.setattr(collectives, "start_sum", _double)
     owners = parameters()
-    gradients, message = backward(owners), message_of(owners)
-    strides, values = [one.stride() for one in gradients], [one.clone() for one in gradients]
-    message.pack(STATISTICS, [True] * 5, None, gradients)
-    in_order = [float(number) for one in owners for number in range(1, one.numel() + 1)]
-    assert message.vector.tolist() == [3.0, 0.1, *[1.0] * 5, *in_order]
-
-    message.vector.mul_(2)
-    message.unpack(gradients, [True] * 5)
+    values = backward(owners)
+    strides = [value.stride() for value in values]
+    assert crossing(owners).norm == pytest.approx(2 * math.sqrt(sum(value.square().sum().item() for value in values)), rel=1e-3)
+    (vector,) = sent
+    assert vector.dtype is torch.float64
+    if beside:
+        in_order = [float(number) for one in sorted(owners, key=Tensor.numel) for number in range(1, one.numel() + 1)]
+        assert vector[-len(in_order) :].tolist() == in_order
     for owner, stride, value in zip(owners, strides, values, strict=True):
         assert owner.grad is not None
         assert (owner.grad.stride(), owner.grad.dtype) == (stride, value.dtype)
         assert torch.equal(owner.grad, 2 * value)
-    assert owners[0].grad is gradients[0]  # written over, without memory for another one
 
 
-def test_what_is_missing_is_zero_and_may_come_back() -> None:
-    """Also after an update in which it was not missing; a gradient that no rank has stays missing."""
+def test_what_is_missing_is_zero_and_may_come_back(sent: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another rank has a gradient; one that no rank has stays missing."""
     owners = parameters()
-    message = message_of(owners)
-    message.pack(STATISTICS, [True] * 5, None, backward(owners))
-    for owner in owners[1:]:
-        owner.grad = None
-    here = [True, False, False, False, False]
-    gradients = [owner.grad for owner in owners]
-    message.pack(STATISTICS, here, None, gradients)
-    assert message.flags.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
-    assert message.vector[7:].tolist() == [1.0, 2.0, 3.0, 4.0, *[0.0] * 14]
+    backward(owners[:1])
 
-    message.vector[11:] += 5
-    message.unpack(gradients, [True, True, True, False, True])
-    assert owners[3].grad is None
-    for owner in (owners[1], owners[2], owners[4]):
-        assert owner.grad is not None
-        assert (owner.grad == 5).all()
-    assert [owner.grad.stride() for owner in owners[1:3] if owner.grad is not None] == [(1, 2), (1,)]
+    def add_those_of_another_rank(vector: Tensor, **_: Any) -> None:
+        vector.mul_(2)
+        vector[-18:] += 5
+        vector[-23:-18] = torch.tensor([0.0, 1.0, 1.0, 2.0, 1.0])  # by their sizes: 1, 3, 4, 4 and 6
+
+    monkeypatch.setattr(dist, "all_reduce", add_those_of_another_rank)
+    crossing(owners)
+    found = [None if owner.grad is None else owner.grad.flatten().tolist() for owner in owners]
+    assert found == [[7.0, 9.0, 11.0, 13.0], [5.0] * 6, [5.0] * 4, None, [5.0] * 3]
+    assert owners[1].grad is not None
+    assert owners[1].grad.stride() == (1, 2)
 
 
-def test_numbers_about_sparse_gradients_travel_before_the_gradients() -> None:
-    """As they are: how many rows each rank has must not be rounded, and those of the update before are written over."""
-    owner = nn.Parameter(torch.zeros(1))
-    message = JointMessage(STATISTICS, 1, 2, [owner])
-    for rows in ([0.0, 2.0**52 + 1], [7.0, 0.0]):
-        message.pack(STATISTICS, [True], torch.tensor(rows, dtype=torch.float64), [torch.ones(1)])
-        assert message.vector.tolist() == [3.0, 0.1, 1.0, *rows, 1.0]
-        assert message.announced.tolist() == rows
-
-
+@pytest.mark.usefixtures("sent")
 @pytest.mark.parametrize("joined", [False, True], ids=["a sum", "a sum with a part"])
 def test_gradients_that_share_memory_are_told_apart(joined: bool) -> None:
     """Backward hands one tensor on to both terms of a sum; another rank may have used one of them only."""
     owners = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3 - joined))]
     second = torch.cat([torch.zeros(1), owners[1]])[None] if joined else owners[1][None]
     (owners[0][None] + second + torch.ones(4, 3)).square().sum().backward()  # type: ignore[no-untyped-call]
+    crossing(owners)
     first, other = [owner.grad for owner in owners]
     assert first is not None
     assert other is not None
-    assert first.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    message = message_of(owners)
-    message.pack(STATISTICS, [True] * 2, None, [first, other])
-    message.vector[4:7] += 1.0
-    message.unpack([first, other], [True] * 2)
-    assert [owner.grad.tolist() for owner in owners if owner.grad is not None] == [[9.0] * 3, [8.0] * (3 - joined)]
-
-
-def test_a_message_may_carry_no_gradient() -> None:
-    """Where all parameters are too large for it, or sparse: the statistics cross all the same."""
-    joint = message_of([])
-    joint.pack(STATISTICS, [], None, [])
-    joint.unpack([], [])
-    assert joint.vector.tolist() == STATISTICS.tolist()
+    first.add_(1.0)
+    assert (first.tolist(), other.tolist()) == ([17.0] * 3, [16.0] * (3 - joined))
 
 
 @pytest.mark.parametrize("beside", [-1, 0, 1], ids=str)
@@ -225,8 +226,8 @@ def test_no_rank_waits_for_one_that_sends_less(victim: int) -> None:
     """Gloo ends the process of a rank that is sent more than it expects, maybe of both; the other one raises before a step."""
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(_frozen_on_one_rank, victim)
-    told = str(caught.value).splitlines()
-    ends = {f"rank {rank}: {end}" for rank in (0, 1) for end in ("died without a word", "returned")}
+    told = [line for line in str(caught.value).splitlines() if line.startswith("rank ")]
+    ends = {f"rank {rank}: {end}" for rank in (0, 1) for end in ("died without a word, with exit code -6", "returned")}
     assert len(told) == 2
     assert ends >= {*told}
 

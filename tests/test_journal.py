@@ -53,7 +53,7 @@ def look(trainer: Trainer, model: nn.Module) -> list[Any]:
     state = trainer.state
     parameters, buffers = ([one.tolist() for one in of()] for of in (model.parameters, model.buffers))
     counters = [state.num_micro_batches, state.iteration, state.num_steps, state.num_skipped]
-    scale = trainer._update.state_dict()["loss_scaling"]["scale"]
+    scale = trainer.process.state_dict()["loss_scaling"]["scale"]
     return [parameters, buffers, state.carried.get("count", 0), torch.get_rng_state().tolist(), *counters, scale]
 
 
@@ -80,7 +80,7 @@ def check(trainer: Trainer, model: nn.Module, end: End) -> None:
     if end is End.BROKEN_BEFORE:
         trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, stop)
     elif end is End.BROKEN_AFTER:
-        trainer._update.optimizer.register_step_post_hook(lambda *_: stop())  # type: ignore[attr-defined]
+        trainer.optimizers["optimizer"].register_step_post_hook(lambda *_: stop())  # type: ignore[attr-defined]
     elif end is End.SKIPPED:
         x = x * torch.inf
     elif end is End.NO_SAMPLES:
@@ -94,7 +94,7 @@ def check(trainer: Trainer, model: nn.Module, end: End) -> None:
     assert dict(zip(PARTS, changed, strict=True)) == dict(zip(PARTS, TABLE[end], strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
     assert (trainer.state.forward_output, trainer.state.micro_batch_in_group) == (None, None)
-    assert trainer._update.statistics.own_totals(0.0).sample_size == 0  # type: ignore[attr-defined]
+    assert trainer.process.gather.statistics.own_totals(0.0).sample_size == 0  # type: ignore[attr-defined]
 
 
 class Noting(Part):

@@ -188,7 +188,7 @@ def test_a_finished_run_that_is_started_again_removes_what_a_kill_has_left(tmp_p
     before = sorted(job.checkpoints.iterdir())
     for name in (".removed-update-00000002-1234", ".unfinished-5678"):
         (job.checkpoints / name).mkdir()
-        (job.checkpoints / name / "rank-00000.bin").write_bytes(b"left")
+        (job.checkpoints / name / "rank-00000.safetensors").write_bytes(b"left")
     with Life(job, 1) as life:
         assert life.wait() == [0], life.stderr()
         assert "nothing to do: epoch 1 and update 7 are done" in life.stderr()

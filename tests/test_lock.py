@@ -20,8 +20,7 @@ from typing import Any
 
 import pytest
 
-from ignite_train import CheckpointError, UpdateOptions
-from ignite_train.checkpoint import inspection as checkpoint
+from ignite_train import CheckpointError, UpdateOptions, checkpoint
 from ignite_train.checkpoint import lock
 from ignite_train.checkpoint.directory import CheckpointDirectory
 from ignite_train.checkpoint.lock import LOCK, DirectoryLock, writer_of

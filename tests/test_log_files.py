@@ -92,7 +92,7 @@ def test_a_line_has_the_metrics(tmp_path: Path, kind: str) -> None:
     assert [row["update"] for row in rows] == ["4", "6", "8", "10"]
     assert {*rows[1]} == {"update", "epoch", "validation/loss", "validation/samples"}
     assert {"optimizer/learning_rate", "train/samples"} <= {*rows[0]}
-    assert (rows[-1]["epoch"], log.files) == ("2", [log.path])
+    assert (rows[-1]["epoch"], log.rows_at_end()) == ("2", [("files", f"{log.path} ({type(log).__name__})")])
 
 
 @pytest.mark.sampled(3)

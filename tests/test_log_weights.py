@@ -17,6 +17,7 @@ import cuts
 from ignite_train import (
     ForwardContractError,
     ForwardOutput,
+    Mean,
     TrainEvents,
     UpdateOptions,
     count_traffic,
@@ -239,3 +240,57 @@ def test_ranks_that_disagree_are_told_alike() -> None:
     """Each of them raises the same error."""
     zero, one = run_ranks(mixed_on_ranks)
     assert zero == one
+
+
+def with_means(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+    """The same number as a sum, as a mean, and as a mean of a tensor."""
+    output = cuts.forward(model, micro_batch)
+    size = len(micro_batch[0])
+    share = (micro_batch[0] > 0).any(1).float()
+    logs = {"sum": share.sum(), "mean": Mean(share.mean()), "number": Mean(float(share.mean()))}
+    return ForwardOutput(output.loss, size, logs)
+
+
+def test_a_mean_is_a_mean() -> None:
+    """In training and in evaluation, over micro-batches of unequal size: as the sum, and nothing warns of it."""
+    data, model = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16]), cuts.linear()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), with_means, accumulation_steps=2)
+    TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    for metrics in (trainer.run(data, max_epochs=1).metrics, create_evaluator(model, with_means).run(data).metrics):
+        assert metrics["mean"] == pytest.approx(metrics["sum"], rel=1e-6)
+        assert metrics["number"] == pytest.approx(metrics["sum"], rel=1e-6)
+        assert 0 < metrics["sum"] <= 1
+    record = trainer.state.update_output
+    assert record is not None
+    assert record.logs["mean"] == pytest.approx(record.logs["sum"], rel=1e-6)
+
+
+def test_a_mean_is_a_mean_in_a_graph() -> None:
+    """Where an update is compiled as a whole."""
+
+    def sums_and_means(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        x, y, weight = micro_batch
+        share = (x > 0).any(1).double()
+        loss = (weight * (model(x).squeeze(-1) - y).square()).sum()
+        return ForwardOutput(loss, len(x), {"sum": share.sum(), "mean": Mean(share.mean())})
+
+    data, model = cuts.cut(cuts.samples(), [8] * 8), cuts.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    trainer = create_trainer(model, optimizer, sums_and_means, compile={"update": True, "backend": "eager"})
+    trainer.run(data, max_epochs=1)
+    record = trainer.state.update_output
+    assert record is not None
+    assert record.logs["mean"] == pytest.approx(record.logs["sum"], rel=1e-6)
+    assert record.log_weights == {}
+
+
+def test_a_mean_is_one_number() -> None:
+    """What is none is refused by its name."""
+    model = cuts.linear()
+    trainer = create_trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        lambda model, batch: ForwardOutput(cuts.forward(model, batch).loss, 4, logs={"share": Mean(torch.ones(2))}),
+    )
+    with pytest.raises(ForwardContractError, match=r"logs\['share'\] must be one number, .* shape \(2,\)"):
+        trainer.run(cuts.cut(cuts.samples(), [4, 12]))

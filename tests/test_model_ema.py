@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 import cuts
 from bits import bit_by_bit
 from ignite_train import CheckpointError, ForwardOutput, NoLossScaling, Trainer, TrainEvents, create_evaluator, create_trainer
-from ignite_train.checkpoint.inspection import consolidate, latest, main
+from ignite_train.checkpoint import consolidate, latest
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.handlers import Checkpoint, ModelEMA, Validation
+from ignite_train.tools.checkpoint_command import checkpoint_command as main
 from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
 from update_options import with_options

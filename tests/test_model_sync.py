@@ -48,7 +48,7 @@ def make(model: nn.Module, **options: Any) -> Trainer:
     return create_trainer(model, optimizer, forward, options=UpdateOptions(**options))
 
 
-def _evaluate_on_this_rank(kind: str, statistics: str | None, stock: bool, average_first: bool) -> Any:
+def _evaluate_on_this_rank(kind: str, with_it: bool, stock: bool, average_first: bool) -> Any:
     """With momentum 1 the statistics of a rank are those of its latest micro-batch."""
     model = net()
     explicit = kind == "explicit"
@@ -65,8 +65,8 @@ def _evaluate_on_this_rank(kind: str, statistics: str | None, stock: bool, avera
         evaluator.add_event_handler(Events.STARTED, look)
     if average_first:
         ema.attach(trainer)
-    if statistics is not None:
-        ModelSync(statistics).attach(trainer, evaluator=evaluator)  # type: ignore[arg-type]
+    if with_it:
+        ModelSync().attach(trainer, evaluator=evaluator)
     trainer.add_event_handler(Events.COMPLETED, lambda: evaluator.run([DATA[0]]))
     trainer.run(DATA[idist.get_rank() :: 2], max_epochs=1)
     return seen[0]
@@ -81,46 +81,27 @@ def of_all_samples() -> tuple[list[float], list[float]]:
 
 
 CASES = [
-    ("explicit", "mean", False, False),
-    ("explicit", "mean", True, False),
-    ("ddp", "mean", False, True),
-    ("explicit", "first", True, False),
-    ("ddp", None, False, False),
-    ("explicit", None, True, False),
+    ("explicit", True, False, False),
+    ("explicit", True, True, False),
+    ("ddp", True, False, True),
+    ("ddp", False, False, False),
+    ("explicit", False, True, False),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "statistics", "stock", "average_first"), CASES, ids=str)
-def test_two_ranks_evaluate_one_model(kind: str, statistics: str | None, stock: bool, average_first: bool) -> None:
-    """Those of all ranks, or of rank 0; without it an evaluator takes those of rank 0, and a stock engine its own."""
-    first, second = run_ranks(_evaluate_on_this_rank, kind, statistics, stock, average_first)
-    if statistics is None and stock:
+@pytest.mark.parametrize(("kind", "with_it", "stock", "average_first"), CASES, ids=str)
+def test_two_ranks_evaluate_one_model(kind: str, with_it: bool, stock: bool, average_first: bool) -> None:
+    """Those of all ranks; without it an evaluator takes those of rank 0, and a stock engine its own."""
+    first, second = run_ranks(_evaluate_on_this_rank, kind, with_it, stock, average_first)
+    if not with_it and stock:
         assert first != second
         return
     assert first == second
     assert first[2] == 3.0  # that of rank 0
-    mean, var = of_all_samples() if statistics == "mean" else (DATA[4].mean(0).tolist(), DATA[4].var(0).tolist())
+    mean, var = of_all_samples() if with_it else (DATA[4].mean(0).tolist(), DATA[4].var(0).tolist())
     assert first[0] == pytest.approx(mean, rel=1e-12)
     assert first[1] == pytest.approx(var, rel=1e-12)
-
-
-def _weights_on_this_rank() -> Any:
-    model = net()
-    trainer = make(model, reduction="explicit")
-    evaluator = create_evaluator(model, forward)
-    ModelSync(with_weights=True).attach(trainer, evaluator=evaluator)
-    with torch.no_grad():
-        model.last.weight.add_(idist.get_rank())
-    evaluator.run([DATA[0]])
-    return model.last.weight.tolist()
-
-
-@pytest.mark.slow
-def test_the_weights_of_rank_0() -> None:
-    """Where something else has changed those of another rank."""
-    first, second = run_ranks(_weights_on_this_rank)
-    assert first == second == net().last.weight.tolist()
 
 
 def test_alone_it_does_nothing() -> None:
@@ -142,7 +123,6 @@ def test_alone_it_does_nothing() -> None:
 
 
 MISTAKES: dict[str, Mistake] = {
-    "statistics": (ValueError, "statistics must be one of 'mean', 'first'", lambda: ModelSync("all")),  # type: ignore[arg-type]
     "evaluator": (TypeError, "evaluator must be what", lambda: ModelSync().attach(make(net()), evaluator=make(net()))),
     "none": (TypeError, "evaluator must be what", lambda: ModelSync().attach(make(net()), evaluator=None)),  # type: ignore[arg-type]
 }

@@ -26,9 +26,9 @@ from ignite_train import (
     handlers,
 )
 from ignite_train import checkpoint as checkpoints
-from ignite_train.checkpoint.inspection import main
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, TrainingMetrics, outer_optimizer
 from ignite_train.kinds_of_handlers import Handler
+from ignite_train.tools.checkpoint_command import checkpoint_command as main
 from ranks import run_ranks
 
 UPDATE = 4  # of three to an epoch: in the middle of the second

@@ -98,6 +98,18 @@ def test_the_score_is_that_of_the_average() -> None:
     assert bit_by_bit(optimizer.state_dict()) == bit_by_bit(other_optimizer.state_dict())
 
 
+def test_a_run_without_an_evaluator() -> None:
+    """The optimizer trains, and the weights are those of a run with an evaluator that never runs."""
+    model = cuts.linear()
+    optimizer = ScheduleFreeSGD(model.parameters(), lr=0.05)
+    trainer = create_trainer(model, optimizer, cuts.forward)
+    OptimizerModes(optimizer).attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    other, other_model, _, _, _ = job(validates=False)
+    other.run(DATA, max_epochs=1)
+    assert bit_by_bit(model.state_dict()) == bit_by_bit(other_model.state_dict())
+
+
 def test_resumed_in_the_middle(tmp_path: Path) -> None:
     """The same bits as a run that did not break off, with evaluations before and after."""
     whole, expected, _, _, losses = job()

@@ -19,6 +19,7 @@ from bits import bit_by_bit
 from ignite_train import StaticLossScaling, TrainEvents, UpdateOptions, create_trainer
 from ignite_train.device import to_host
 from ranks import run_ranks
+from tiers import accelerated
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
@@ -101,6 +102,7 @@ def test_the_sum_over_ranks(way):
         check_sum(outcome, [8], 20.0)
 
 
+@accelerated
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_the_device_steps_along_the_sum_too(monkeypatch, build, micro_batches, max_norm):
     """A step that is queued on a device, here the CPU, has the bits of the one that the host decides."""
@@ -110,8 +112,8 @@ def test_the_device_steps_along_the_sum_too(monkeypatch, build, micro_batches, m
     monkeypatch.setattr(to_host, "_HOST", "nowhere")
     _, _, trainer = there = build(**arguments)
     queued: list[Any] = []
-    step_if = type(trainer._update.stepping).step_if
-    monkeypatch.setattr(type(trainer._update.stepping), "step_if", lambda *a: (queued.append(1), step_if(*a)))
+    step_if = type(trainer.process.stepper).step_if
+    monkeypatch.setattr(type(trainer.process.stepper), "step_if", lambda *a: (queued.append(1), step_if(*a)))
     trainer.run(micro_batches)
     assert len(queued) == len(micro_batches)
     assert bit_by_bit([here.model.state_dict(), here.optimizer.state_dict()]) == bit_by_bit(

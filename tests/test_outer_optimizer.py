@@ -26,13 +26,11 @@ from ignite_train import (
     TrainState,
     UpdateOptions,
     count_traffic,
-    create_evaluator,
     create_trainer,
 )
 from ignite_train.handlers import (
     Checkpoint,
     LearningRateSchedule,
-    ModelSync,
     OuterOptimizer,
     StateConsistency,
     StateMismatchError,
@@ -902,9 +900,6 @@ def _mistake(name: str) -> str:
         elif name == "ddp":
             ddp = DistributedDataParallel(model)
             create_trainer(ddp, torch.optim.SGD(ddp.parameters(), lr=RATE), forward, options=UpdateOptions(reduction="local"))
-        elif name == "sync":
-            trainer, _ = make(model=model)
-            ModelSync(with_weights=True).attach(trainer, evaluator=create_evaluator(model, forward))
     except ValueError as error:
         return str(error)
     return "no error"
@@ -913,7 +908,6 @@ def _mistake(name: str) -> str:
 REFUSED_ON_TWO = {
     "reduced": "OuterOptimizer needs replicas that train on their own, got a trainer that reduces gradients in each update",
     "ddp": "model must be without DistributedDataParallel for reduction='local'",
-    "sync": "with_weights must be False with reduction='local'",
 }
 
 

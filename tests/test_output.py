@@ -17,10 +17,12 @@ import pytest
 import torch
 from ignite.engine import Engine, Events
 from ignite.engine import create_supervised_trainer as stock_trainer
-from ignite.handlers import ProgressBar, TerminateOnNan
+from ignite.handlers import Checkpoint as IgniteCheckpoint
+from ignite.handlers import DiskSaver, ProgressBar, TerminateOnNan
 from ignite.metrics import RunningAverage
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
 
 from ignite_train import TrainEvents, UpdateOptions, UpdateOutput, create_supervised_trainer, create_trainer
 from ignite_train.handlers import Checkpoint
@@ -321,3 +323,60 @@ def test_an_update_gives_each_field_of_its_record():
     assert record is not None
     assert UpdateOutput(**vars(record)) == record
     assert repr(UpdateOutput(**vars(record))) == repr(record)
+
+
+def with_ignites_checkpoint(create: Any, directory: Path, *, stop_at: int | None = None, dropout: float = 0.5) -> list[float]:
+    """The losses of a script that seeds torch and saves by Ignite's `Checkpoint` every second update, or resumes from that."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(dropout), nn.Linear(8, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = create(model, optimizer, mse_loss, deterministic=True)
+    losses: list[float] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(float(trainer.state.output)))
+    objects = {"model": model, "optimizer": optimizer, "trainer": trainer}
+    checkpoint = IgniteCheckpoint(objects, DiskSaver(directory, require_empty=False), n_saved=None)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), checkpoint)
+    if stop_at is not None:
+        (path,) = directory.glob(f"*_{stop_at}.pt")
+        IgniteCheckpoint.load_objects(objects, torch.load(path, weights_only=False))
+    data = torch.arange(72, dtype=torch.float64).view(24, 3) / 72
+    trainer.run(DataLoader([*zip(data, data.sum(1, keepdim=True), strict=True)], 4, shuffle=True), max_epochs=3)
+    return losses
+
+
+def test_deterministic_resumes_from_ignites_checkpoint(tmp_path: Path) -> None:
+    """At the end of an epoch, with the same batches and dropout as without a break, and as the same script with Ignite."""
+    losses = {}
+    for name, create in (("stock", stock_trainer), ("ours", create_supervised_trainer)):
+        whole = with_ignites_checkpoint(create, tmp_path / name)
+        resumed = [with_ignites_checkpoint(create, tmp_path / name, stop_at=stop) for stop in (6, 12)]
+        assert resumed == [whole[6:], whole[12:]], name
+        losses[name] = whole
+    assert losses["ours"] == pytest.approx(losses["stock"], rel=1e-12)  # the mean is taken in another order
+
+
+def test_deterministic_has_the_same_batches_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """What forward draws differs there, until the next epoch."""
+    for dropout in (0.0, 0.5):
+        directory = tmp_path / str(dropout)
+        whole = with_ignites_checkpoint(create_supervised_trainer, directory, dropout=dropout)
+        resumed = with_ignites_checkpoint(create_supervised_trainer, directory, stop_at=8, dropout=dropout)
+        assert (resumed == whole[8:]) == (dropout == 0.0)
+
+
+def test_deterministic_leaves_the_generators_alone_beside_our_checkpoint(tmp_path: Path) -> None:
+    """A run that resumes in the middle of an epoch has the bits of one without a break, whatever the second start seeds."""
+
+    def run(directory: Path, stop_after: int | None, seed: int = 7) -> list[float]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = create_supervised_trainer(model, optimizer, mse_loss, deterministic=True)
+        Checkpoint(directory, every=2).attach(trainer)
+        data = torch.arange(72, dtype=torch.float64).view(24, 3) / 72
+        loader = DataLoader([*zip(data, data.sum(1, keepdim=True), strict=True)], 4, shuffle=True)
+        trainer.run(loader, max_iters=stop_after or 18)
+        return model[0].weight.flatten().tolist()
+
+    run(tmp_path / "stopped", 8)
+    assert run(tmp_path / "stopped", None, seed=11) == run(tmp_path / "whole", None)

@@ -41,10 +41,13 @@ FAST = {
     "dino": 5,  # changed gradients, and a forward that knows the progress
     "clip": 2,  # and one that knows its place in the group
     "maml": 2,  # derivatives of derivatives
+    "ppo": 2,  # rounds of several updates
+    "prioritised_replay": 6,  # what the update gives for single samples
 }
 UPDATES = {"time_sequence": 3}
 RESUMED_UPDATES = 4
 TWO_TRAINERS = ("dcgan", "wgan_gp")
+ROUNDS = {"ppo": "walkers", "prioritised_replay": "memory"}  # programs that save themselves, and what counts their rounds
 
 
 def program(name: str, folder: Path = FOLDER) -> Any:
@@ -129,6 +132,16 @@ def test_a_program_is_the_loop_by_hand_on_two_ranks(name: str) -> None:
         assert_equal_to_rounding(found, expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*ROUNDS])
+def test_a_program_in_rounds_is_the_loop_by_hand_on_three_ranks(name: str) -> None:
+    """Of which one has no micro-batch at all."""
+    expected = by_hand(name, 6)
+
+    for found in run_ranks(ours, name, 6, world_size=3):
+        assert_equal_to_rounding(found, expected)
+
+
 def test_clip_is_the_loss_of_the_whole_batch() -> None:
     """What is cut into micro-batches, and put together again, has the gradients of one batch that is not cut."""
     assert_equal_to_rounding(ours("clip", 6), loop(clip_uncut, "clip", 6))
@@ -139,7 +152,10 @@ class StoppedError(Exception):
 
 
 def saved(name: str, directory: Path, stop_after: int = 0) -> Any:
-    """Trains a program that saves every second update of its last trainer; it may fail after the update of this number."""
+    """Trains a program that saves every second update of its last trainer; it may fail after the update of this number.
+
+    One that has rounds saves them itself, and fails after the first update of the round of this number.
+    """
     script, made = program(name), {}
 
     def create(model: torch.nn.Module, optimizer: Any, forward: Any, **arguments: Any) -> Trainer:
@@ -147,13 +163,19 @@ def saved(name: str, directory: Path, stop_after: int = 0) -> Any:
         if not made and name in TWO_TRAINERS:
             made.update(net=model, optimizer=optimizer, trainer=trainer)
             return trainer
-        Checkpoint(directory, every=2, to_save=made).attach(trainer)
-        trainer.add_event_handler(Events.ITERATION_COMPLETED(event_filter=lambda _, number: number == stop_after), fail)
+        if name not in ROUNDS:
+            Checkpoint(directory, every=2, to_save=made).attach(trainer)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(event_filter=is_due), fail)
         return trainer
+
+    def is_due(trainer: Any, number: int) -> bool:
+        if name in ROUNDS:
+            number = trainer.checkpoint.to_save[ROUNDS[name]].rounds + 1
+        return number == stop_after
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "create_trainer", create)
-        model, losses = script.train(RESUMED_UPDATES)
+        model, losses = script.train(RESUMED_UPDATES, *((directory,) if name in ROUNDS else ()))
     return bit_by_bit(model.state_dict()), losses
 
 
@@ -174,13 +196,15 @@ def check_resumed(whole: Any, resumed: Any) -> None:
     assert resumed[1] == whole[1][2:], "and it did nothing twice"
 
 
-@pytest.mark.parametrize("name", [name if name in ("reinforce", "muon_adamw") else slow(name) for name in SCRIPTS])
+@pytest.mark.parametrize("name", [name if name in ("reinforce", "muon_adamw", *ROUNDS) else slow(name) for name in SCRIPTS])
 def test_a_program_that_failed_resumes_bitwise(name: str, tmp_path: Path) -> None:
     """With a `Checkpoint` on its trainer, or on the one that ends a round, and the other trainer in `to_save`."""
     check_resumed(*saved_twice(name, tmp_path))
 
 
-@pytest.mark.parametrize("name", [slow(name) if name in ("dcgan", "word_lstm", "sam") else nightly(name) for name in SCRIPTS])
+@pytest.mark.parametrize(
+    "name", [slow(name) if name in ("dcgan", "word_lstm", "sam", *ROUNDS) else nightly(name) for name in SCRIPTS]
+)
 def test_a_program_that_failed_resumes_bitwise_on_two_ranks(name: str, tmp_path: Path) -> None:
     """As above."""
     for whole, resumed in run_ranks(saved_twice, name, tmp_path):

@@ -43,8 +43,7 @@ from ignite_train.handlers import (
     StateMismatchError,
     hang_watch,
 )
-from ignite_train.ranks import collectives, rank_vote
-from ignite_train.ranks.joint_message import JointMessage
+from ignite_train.ranks import collectives, rank_vote, replicas
 from log_messages import messages_from_here
 from processes import DEADLINE_SECONDS
 from ranks import run_ranks
@@ -415,7 +414,7 @@ class Spoiled:
         if way in ("ddp", "fsdp"):
             self.trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, self.spoil)
         else:  # the gradients are reduced after the last event of a micro-batch
-            self.unpack, JointMessage.unpack = JointMessage.unpack, lambda of, *given: self.spoil_sum(of, *given)  # type: ignore[method-assign]
+            self.unflatten, replicas.unflatten = replicas.unflatten, self.spoil_sum
 
     def spoil(self) -> None:
         if self.trainer.state.iteration == self.update:
@@ -423,8 +422,8 @@ class Spoiled:
             local: Any = gradient.to_local() if hasattr(gradient, "to_local") else gradient
             local.data.fill_(math.nan)  # which torch does not count as a change
 
-    def spoil_sum(self, of: JointMessage, *given: Any) -> None:
-        self.unpack(of, *given)
+    def spoil_sum(self, *given: Any) -> None:
+        self.unflatten(*given)
         if self.trainer.state.iteration == self.update:
             self.module.weight.grad[0, -1] = math.nan
 

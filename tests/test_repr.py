@@ -41,6 +41,21 @@ def test_a_trainer_and_its_state_say_what_they_are() -> None:
     assert repr(trainer.state) == "TrainState(epoch 2, update 6, 6 steps, 0 skipped, 20 micro-batches)"
 
 
+def test_a_notebook_shows_a_trainer() -> None:
+    """With what its updates are and its metrics, whatever letters these have; before the first run too."""
+    model = nn.Linear(3, 1)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_square, accumulation_steps=2)
+    assert trainer._repr_html_() == (
+        "<b>Trainer(Linear, SGD, accumulation_steps=2, fp32, epoch 0, update 0)</b><br>Linear, 4 parameters, on cpu in fp32, "
+        "SGD<br>updates: 2 micro-batches each<br>epoch 0, update 0: 0 steps, 0 skipped"
+    )
+    trainer.state.metrics["a<b"] = 0.5
+    trainer.run([torch.ones(2, 3)] * 4, max_epochs=1)
+    assert trainer._repr_html_().endswith(
+        "<br>2 updates in 1 epoch: 2 micro-batches each<br>epoch 1, update 2: 2 steps, 0 skipped<br>a&lt;b 0.5"
+    )
+
+
 def test_an_evaluator_and_its_state_say_what_they_are() -> None:
     """The model without its wrapper, the precision; the metrics."""
     evaluator = create_evaluator(nn.Linear(3, 1), lambda model, x: ignite_train.ForwardOutput(x.sum(), sample_size=4))

@@ -280,7 +280,9 @@ def make_job(cell: Cell, directory: Path | None, *, seed: int, workers: int) -> 
         trainer.add_event_handler(TrainEvents.STEP_COMPLETED, lambda: ema.update_parameters(model))
     if directory is not None:
         best = "loss" if "validation" in watched else None
-        Checkpoint(directory, every=cell.every, every_epochs=1, best=best, to_save=to_save).attach(trainer, evaluator=evaluator)
+        Checkpoint(directory, every=cell.every, every_epochs=1, score=best, to_save=to_save).attach(
+            trainer, evaluator=evaluator
+        )
     journal.attach(trainer)
     seed_all(seed + 1)
     return Job(trainer, loader, samples, journal, watched)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train import ForwardOutput, ResumableLoader, UpdateOptions, create_trainer
 from ignite_train.handlers import Checkpoint
-from ignite_train.ranks.bucket_order import settle_bucket_order
+from ignite_train.ranks.ddp import settle_bucket_order
 from ranks import run_ranks
 from tiers import slow
 

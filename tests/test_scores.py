@@ -160,7 +160,7 @@ def test_sanity_leaves_no_trace(tmp_path: Path) -> None:
         job.evaluator.add_event_handler(Events.COMPLETED, _noting(logged, 1))
         stopping = EarlyStopping(job.evaluator, patience=2)
         stopping.attach(job.trainer)
-        checkpoint = Checkpoint(tmp_path / str(sanity), every=99, best="loss")
+        checkpoint = Checkpoint(tmp_path / str(sanity), every=99, score="loss")
         checkpoint.attach(job.trainer, evaluator=job.evaluator)
         for max_iters in (1, 3):
             job.run(max_iters=max_iters)
@@ -333,7 +333,7 @@ def test_the_words_of_a_name_decide_which_scores_are_better(name: str, mode: str
             EarlyStopping(evaluator, name, patience=1),
             ReduceOnPlateau(evaluator, ReduceLROnPlateau(optimizer, mode=mode), score=name),  # type: ignore[arg-type]
         ]
-        Checkpoint("nowhere", best=name)
+        Checkpoint("nowhere", score=name)
     assert [handler.mode for handler in made] == [mode] * 3
     assert [
         record.message.partition(":")[0] for record in caplog.records if f": {better} values of {name!r} " in record.message
@@ -354,7 +354,7 @@ def test_a_name_that_does_not_decide_is_refused(name: str) -> None:
     makes: list[Callable[[], Any]] = [
         lambda: Validation(evaluator, DATA, score=name),
         lambda: EarlyStopping(evaluator, name, patience=1),
-        lambda: Checkpoint("nowhere", best=name),
+        lambda: Checkpoint("nowhere", score=name),
     ]
     for make in makes:
         assert_one_line((ValueError, f"mode must be 'min' or 'max' for the score '{name}' of .*; pass mode='max' if", make))
@@ -369,7 +369,7 @@ def test_the_best_by_accuracy_is_the_highest(tmp_path: Path) -> None:
     validation = Validation(job.evaluator, DATA[:1], score="accuracy")
     validation.attach(job.trainer, Events.ITERATION_COMPLETED)
     EarlyStopping(job.evaluator, "accuracy", patience=2).attach(job.trainer)
-    checkpoint = Checkpoint(tmp_path, best="accuracy", keep=1)
+    checkpoint = Checkpoint(tmp_path, score="accuracy", keep=1)
     checkpoint.attach(job.trainer, evaluator=job.evaluator)
     assert job.run() == 5
     assert (validation.best, validation.best_update) == (0.91, 4)
@@ -402,7 +402,7 @@ def test_a_resume_in_the_other_direction_is_refused(handler: str, tmp_path: Path
             ReduceOnPlateau(made.evaluator, scheduler, mode=mode).attach(made.trainer)
         if handler == "Validation":
             Validation(made.evaluator, DATA[:1], mode=mode).attach(made.trainer, Events.ITERATION_COMPLETED)
-        best: dict[str, Any] = {"best": "loss", "mode": mode} if handler == "Checkpoint" else {}
+        best: dict[str, Any] = {"score": "loss", "mode": mode} if handler == "Checkpoint" else {}
         Checkpoint(tmp_path, **best).attach(made.trainer, evaluator=made.evaluator)
         return made
 

@@ -38,6 +38,7 @@ from ignite_train import (
 )
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.device import to_host
+from ignite_train.fast.folded_step import FoldedStep
 from ignite_train.handlers import (
     Checkpoint,
     LearningRateSchedule,
@@ -47,8 +48,8 @@ from ignite_train.handlers import (
     TrainingMetrics,
     Validation,
 )
-from ignite_train.model.stepping import Stepping
 from ranks import run_ranks
+from tiers import accelerated
 from update_options import with_options
 
 SIZES = [[[2, 3], [4]], [[1], []], [[3], [2, 5]]]  # by update and rank
@@ -125,8 +126,7 @@ def on_rank(way: str, limit: Any) -> tuple[list[float], list[tuple[float, ...]],
     if way == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (idist.get_world_size(),)))
     wrapped = DistributedDataParallel(model) if way == "ddp" else model
-    uneven = "replay" if way == "fsdp" else "all"  # so that lists of different lengths are allowed
-    arguments = with_options(max_grad_norm=limit, reduction=way, uneven=uneven)
+    arguments = with_options(max_grad_norm=limit, reduction=way)
     trainer = create_trainer(wrapped, pair(model), cuts.forward, **arguments)
     start, norms = 0, []
     with trainer.session():
@@ -193,6 +193,7 @@ def test_two_of_one_kind_are_one_optimizer_over_all(kind: str, scale: float | No
     assert outcomes[0] == outcomes[1]
 
 
+@accelerated
 def test_each_folds_where_it_can(caplog: pytest.LogCaptureFixture) -> None:
     """A fused kernel takes the factor of its own optimizer; the other one's gradients are multiplied."""
     model = network(torch.float32)
@@ -251,12 +252,13 @@ def test_a_skip_leaves_no_trace_in_any(limit: str, scaled: bool) -> None:
         assert job.state() != before
 
 
+@accelerated
 def test_the_device_queues_the_steps_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once each has its moments, and unless each has a limit of its own; the bits are those of the host's way."""
     outcomes: list[Any] = []
     queued: list[bool] = []
-    step_if = Stepping.step_if
-    monkeypatch.setattr(Stepping, "step_if", lambda self, *args: (queued.append(True), step_if(self, *args))[1])
+    step_if = FoldedStep.step_if
+    monkeypatch.setattr(FoldedStep, "step_if", lambda self, *args: (queued.append(True), step_if(self, *args))[1])
     for host, limit in (("cpu", 0.1), ("nowhere", 0.1), ("nowhere", {"first": 0.1})):
         monkeypatch.setattr(to_host, "_HOST", host)  # the CPU counts as an accelerator
         queued.clear()
@@ -507,7 +509,7 @@ def test_each_has_modes_of_its_own() -> None:
     for optimizer in optimizers.values():
         OptimizerModes(optimizer).attach(trainer, evaluator=evaluator)
     data = cuts.cut(cuts.samples(), [8])
-    Validation(evaluator, data).attach(trainer)
+    Validation(evaluator, data, sanity=0).attach(trainer)
     trainer.run(data, max_epochs=2)
     assert seen == [("train", "train"), ("eval", "eval")] * 2
 

@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train import CheckpointError, ForwardOutput, ResumableLoader, create_trainer
-from ignite_train.checkpoint.inspection import consolidate, verify
+from ignite_train.checkpoint import consolidate, verify
 from ignite_train.handlers import Checkpoint
 from log_messages import messages_from_here
 from ranks import run_ranks
+from small_checkpoints import taken_apart
 from tiers import slow
 
 
@@ -196,7 +197,7 @@ def test_each_rank_writes_its_shard_only(tmp_path: Path) -> None:
     """Two ranks write half of the parameters and moments each: no tensor is gathered."""
     run_ranks(train, str(tmp_path), "fsdp", 0, None, 1)
     newest = sorted(tmp_path.glob("update-*"))[-1]
-    sizes = [(newest / f"rank-0000{rank}.bin").stat().st_size for rank in range(2)]
+    sizes = [len(taken_apart((newest / f"rank-0000{rank}.safetensors").read_bytes())[1]) for rank in range(2)]
     sharded = 3 * 4 * sum(parameter.numel() for parameter in Net().parameters())  # with two moments, in float32
     generators = 2 * torch.get_rng_state().numel() + 2500  # torch's, the loader's own, and NumPy's
     assert sizes[1] < sharded / 2 + generators + 200
@@ -218,10 +219,12 @@ def refused(directory: str) -> tuple[str, bool, list[str]]:
     return error, whole(model.state_dict()) == before, lines
 
 
-def flipped(path: Path, where: int) -> None:
-    """Changes one bit."""
+def flipped(path: Path) -> None:
+    """Changes one bit of a parameter."""
     data = bytearray(path.read_bytes())
-    data[where] ^= 16
+    header, numbers = taken_apart(data)
+    first = min(entry["data_offsets"][0] for name, entry in header.items() if name.startswith("model["))
+    data[len(data) - len(numbers) + first + 10] ^= 16
     path.write_bytes(data)
 
 
@@ -231,12 +234,12 @@ def test_a_damaged_shard_of_one_rank_stops_all(rank: int, tmp_path: Path) -> Non
     """A flipped bit in the newest: all go back to the older one; in that too, and all raise the same and change nothing."""
     run_ranks(train, str(tmp_path), "fsdp", 0, None, 1)
     older, newest = sorted(path.name for path in tmp_path.glob("update-*"))[-2:]
-    flipped(tmp_path / newest / f"rank-0000{rank}.bin", 10)
+    flipped(tmp_path / newest / f"rank-0000{rank}.safetensors")
     first = run_ranks(refused, str(tmp_path))
     assert [error for error, _, _ in first] == ["", ""]
     assert not (tmp_path / newest).exists()
     assert sum("has the checksum" in line and newest in line for line in first[0][2]) == 1
-    flipped(tmp_path / older / f"rank-0000{rank}.bin", 10)
+    flipped(tmp_path / older / f"rank-0000{rank}.safetensors")
     second = run_ranks(refused, str(tmp_path))
     assert second[0][0] == second[1][0] != ""
     assert "is whole" in second[0][0]

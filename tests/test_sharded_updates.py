@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from ignite_train import ForwardOutput, Trainer, TrainEvents, UnlikeParametersError, create_trainer
 from ignite_train.model.gradients import Gradients
 from ignite_train.ranks import collectives
-from ignite_train.ranks.same_parameters import SameParameters
+from ignite_train.ranks.fsdp import SameParameters
 from ranks import run_ranks
 
 RATE = 0.1

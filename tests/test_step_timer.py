@@ -114,7 +114,7 @@ def test_evaluation_is_a_section(monkeypatch: pytest.MonkeyPatch) -> None:
         trainer.model,  # type: ignore[arg-type]
         lambda model, micro_batch: (clock.take(1.0), cuts.forward(model, micro_batch))[1],
     )
-    Validation(evaluator, DATA).attach(trainer, EVERY(every=3))
+    Validation(evaluator, DATA, sanity=0).attach(trainer, EVERY(every=3))
     timer.attach(trainer)
     trainer.run(DATA, max_epochs=2)
     assert timer.summary()["evaluation"].mean == pytest.approx(6.0 * 3 / 12), "that of update 12 is after the last update"

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from ignite_train import ForwardOutput, Trainer, TrainEvents, UpdateOptions, create_trainer
-from ignite_train.model import direct_step
+from ignite_train.fast import direct_step
+from tiers import accelerated
 
 UPDATES, BROKEN = 4, 3
 
@@ -171,6 +172,7 @@ def test_the_second_of_two_optimizers(where: str, fused: bool) -> None:
     assert f"optimizer['first'] made its step, optimizer['second'] {second_did}; the update counts" in notes(caught.value)
 
 
+@accelerated
 def test_an_interrupt_right_behind_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that is called directly counts from its call on: an interrupt comes as soon as it has returned."""
     undisturbed(lambda model: KINDS["fused sgd"](model.parameters()))  # makes the trial, whose calls are not to be counted

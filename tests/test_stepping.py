@@ -22,6 +22,7 @@ from ignite_train import ForwardOutput, StaticLossScaling, Trainer, create_train
 from ignite_train.model.fused_kernels import is_kernel_right
 from ranks import run_ranks
 from textbook import Textbook
+from tiers import accelerated
 
 LR = 0.01
 FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -105,6 +106,7 @@ def watch(trainer: Trainer, optimizer: torch.optim.Optimizer) -> list[float | No
 # --- the numbers ---
 
 
+@accelerated
 @pytest.mark.parametrize("max_grad_norm", [None, 0.05])
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 @pytest.mark.parametrize("name", FUSED)
@@ -139,6 +141,7 @@ def test_a_folded_step_is_the_textbook_step(name, accumulation_steps, max_grad_n
     assert model.unused.tolist() == [1.0, 1.0, 1.0]
 
 
+@accelerated
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("max_grad_norm", [None, 0.05])
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
@@ -162,6 +165,7 @@ def test_folding_is_good_to_rounding(build, micro_batches, name, accumulation_st
             torch.testing.assert_close(optimizer.state[ours][key], expected, rtol=1e-5, atol=5e-8)
 
 
+@accelerated
 @pytest.mark.parametrize("name", FUSED)
 def test_folding_a_power_of_two_is_bitwise(build, bits, name):
     """Where the factor is a power of two no bit differs from the same kernel's step along gradients multiplied beforehand."""
@@ -235,6 +239,7 @@ def replace_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step = MethodType(lambda self, closure=None: step(self, closure), optimizer)  # type: ignore[method-assign]
 
 
+@accelerated
 @pytest.mark.parametrize(
     ("optimizer", "prepare", "folds"),
     [
@@ -266,6 +271,7 @@ def test_which_optimizers_fold(build, micro_batches, optimizer, prepare, folds):
     del kept
 
 
+@accelerated
 @pytest.mark.parametrize("everywhere", [False, True], ids=["own", "global"])
 def test_a_pre_hook_sees_what_is_stepped_on(build, micro_batches, everywhere):
     """A pre-hook that comes in the middle of a run sees clipped mean gradients; when it goes, folding comes back."""
@@ -285,6 +291,7 @@ def test_a_pre_hook_sees_what_is_stepped_on(build, micro_batches, everywhere):
     assert norms == pytest.approx([0.125] * 2, rel=1e-5)
 
 
+@accelerated
 @pytest.mark.parametrize(
     ("optimizer", "how"),
     [
@@ -306,6 +313,7 @@ def test_the_way_is_said_once(build, micro_batches, caplog, optimizer, how):
 # --- what is left behind ---
 
 
+@accelerated
 def test_an_exception_in_the_step_leaves_no_factor_behind(build, micro_batches):
     """A step that fails leaves nothing on the optimizer that would scale the user's own next step."""
     _, optimizer, trainer = build(optimizer=FUSED["adamw"], max_grad_norm=0.1)
@@ -396,6 +404,7 @@ def fsdp_against_one_process() -> tuple[list[float], list[float], list[bool]]:
     )
 
 
+@accelerated
 def test_a_sharded_step_is_folded():
     """FSDP2's shards, stepped by fused AdamW with the factor folded in, are those of the whole model stepped by hand."""
     for ours, right, folded in run_ranks(fsdp_against_one_process):

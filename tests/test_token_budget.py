@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from ignite_train import ForwardOutput, ResumableLoader, ShardedSampler, TokenBudgetSampler, UpdateOptions, create_trainer
-from ignite_train.data.keyed_permutation import KeyedPermutation
+from ignite_train.data.epoch_order import KeyedPermutation
 from ignite_train.handlers import Checkpoint
 from ranks import run_ranks
 from tiers import slow
@@ -123,7 +123,7 @@ ORDERS = {  # the first batches of epoch 3 and the last one, where orders are dr
 
 @pytest.mark.parametrize("way", ORDERS)
 def test_the_order_never_changes(way, monkeypatch):
-    """These are numbers of version 0.1. A run that it has left within an epoch would miss samples in another order."""
+    """A run that was left within an epoch would miss samples in another order."""
     longest, first, last = ORDERS[way]
     monkeypatch.setattr("ignite_train.data.epoch_order._MAX_DRAWN", longest)
     lengths = [*range(6, 12), *[5] * 16, *[4] * 20, *[3] * 10, *[2] * 7]  # some lengths fill four batches exactly

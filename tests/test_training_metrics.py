@@ -318,7 +318,7 @@ def test_time_is_put_into_sections(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     clock = SlowForward(monkeypatch)
     trainer, metrics = make(clock.forward), TrainingMetrics(flops_per_sample=10.0, peak_flops=1e3)
     evaluator = create_evaluator(trainer.model, clock.forward)  # type: ignore[arg-type]
-    validation = Validation(evaluator, DATA)
+    validation = Validation(evaluator, DATA, sanity=0)
     if evaluates_first:
         validation.attach(trainer, EVERY(every=2))
     trainer.add_event_handler(EVERY, clock.take, 50.0)
@@ -362,7 +362,7 @@ def test_no_time_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     sections = trainer.sections
     trainer.on_enter.append(lambda _: begin.append(sections._since))
     trainer.run(DATA, max_epochs=1)
-    walls = [sum(each[f"{name}_seconds"] for name in SECTIONS) for each in published]
+    walls = [sum(each.get(f"{name}_seconds", 0.0) for name in SECTIONS) for each in published]
     assert [each["wall"] for each in published] == [*itertools.accumulate(walls)]
     assert sum(metrics.seconds_by_section.values()) == sections._since - begin[0]
 
@@ -390,7 +390,7 @@ def test_the_update_has_sections(monkeypatch: pytest.MonkeyPatch) -> None:
         return output._replace(loss=SlowBackward.apply(output.loss, clock.take))
 
     trainer = make(forward, accumulation_steps=3)
-    gradients, optimizer = trainer._update.gradients, trainer.optimizers["optimizer"]  # type: ignore[attr-defined]
+    gradients, optimizer = trainer.process.gather.gradients, trainer.optimizers["optimizer"]  # type: ignore[attr-defined]
     norm = gradients.norm
     monkeypatch.setattr(gradients, "norm", lambda: (clock.take(8.0), norm())[1])
     optimizer.register_step_pre_hook(lambda *_: clock.take(4.0))  # type: ignore[attr-defined]
@@ -404,7 +404,7 @@ def test_the_update_has_sections(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_time_of_a_session_outside_of_updates_is_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts as that of handlers; an update that fails leaves nothing running."""
+    """It has a name of its own, and is no time of handlers; an update that fails leaves nothing running."""
     clock = SlowForward(monkeypatch)
 
     def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
@@ -423,8 +423,9 @@ def test_the_time_of_a_session_outside_of_updates_is_apart(monkeypatch: pytest.M
             trainer.update(["broken"])
         clock.take(9.0)
     clock.take(100.0)
+    assert ("time", "between updates 21.0 s (88%)") in metrics.rows_at_end()
     seconds = {name: value for name, value in metrics.seconds_by_section.items() if value}
-    assert seconds == {"handler": 21.0, "forward": 3.0}
+    assert seconds == {"between_updates": 21.0, "forward": 3.0}
 
 
 @pytest.mark.parametrize("stock", [True, False], ids=["stock-engine", "evaluator"])
@@ -506,7 +507,7 @@ def test_the_time_to_go_counts_evaluation_apart(monkeypatch: pytest.MonkeyPatch)
     trainer = make(forward)
     evaluator = create_evaluator(trainer.model, clock.forward)  # type: ignore[arg-type]
     TrainingMetrics().attach(trainer, EVERY(every=2), evaluator=evaluator)
-    Validation(evaluator, DATA).attach(trainer, EVERY(every=2))
+    Validation(evaluator, DATA, sanity=0).attach(trainer, EVERY(every=2))
     published: list[tuple[float, float]] = []
     trainer.add_event_handler(
         EVERY(every=2), lambda: published.append((trainer.state.metrics["time_to_go"], trainer.state.metrics["progress"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import ignite.distributed as idist
 import pytest
@@ -169,11 +169,12 @@ def draw_after(forwards: int) -> float:
 def test_a_placeholder_keeps_ranks_in_step(accumulation_steps: int, way: str, sized: bool) -> None:
     """3 and 2 micro-batches: the update is the gradient of the losses that count, which have seen a placeholder, by hand.
 
-    The placeholder is the rank's latest micro-batch. It leaves random state, buffers, sums and carried values alone.
+    The placeholder is the rank's latest micro-batch, or that of the other rank where the model is sharded. It leaves random
+    state, buffers, sums and carried values alone.
     """
     results = run_ranks(train_in_step, accumulation_steps, way, sized)
     zero, one = data((3, 2))
-    rounds = [*pairs(zero, one), [(zero[2], True), (one[1], False)]]
+    rounds = [*pairs(zero, one), [(zero[2], True), (zero[2] if way == "fsdp" else one[1], False)]]
     updates = [rounds[start : start + accumulation_steps] for start in range(0, 3, accumulation_steps)]
     expected = by_hand(updates)
     sizes = [sum(counts for entries in rounds for _, counts in entries) for rounds in updates]
@@ -328,8 +329,11 @@ def test_a_placeholder_gives_no_gradient_to_what_no_micro_batch_used(way: str) -
     assert first[0] == first[1] == first[2]
 
 
-def sometimes_deep(kind: str) -> list[float]:
-    """The weights after an epoch in which each micro-batch of rank 1 has a twin on rank 0 at first, and none later."""
+def sometimes_deep(kind: str, uneven: Literal["all", "replay"]) -> list[float]:
+    """The weights after an epoch in which each micro-batch of rank 1 has a twin on rank 0 at first, and none later.
+
+    And the loss of an evaluation on the same data.
+    """
     model = Branches()
     if kind == "each":
         fully_shard(model.sometimes, mesh=init_device_mesh("cpu", (2,)))
@@ -342,19 +346,19 @@ def sometimes_deep(kind: str) -> list[float]:
         return ForwardOutput((features.sum(dim=1) - y).square().sum() + behind.square().sum(), len(x))
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
-    options = {"reduction": "explicit" if kind == "explicit" else "fsdp", "protect": False}
+    options = {"reduction": "explicit" if kind == "explicit" else "fsdp", "protect": False, "uneven": uneven}
     trainer = create_trainer(model, optimizer, forward, accumulation_steps=2, **with_options(**options))
-    group = data((3, 8))[idist.get_rank()]
-    trainer.run([(micro_batch, index in (0, 2, 5)) for index, micro_batch in enumerate(group)], max_epochs=1)
-    return numbers(model)
+    group = [(micro_batch, index in (0, 2, 5)) for index, micro_batch in enumerate(data((3, 8))[idist.get_rank()])]
+    trainer.run(group, max_epochs=1)
+    return [*numbers(model), create_evaluator(model, forward, uneven=uneven).run(group).metrics["loss"]]
 
 
-def test_a_placeholder_of_a_sharded_model_uses_what_the_others_use() -> None:
+@pytest.mark.parametrize("uneven", ["all", "replay"])
+def test_a_placeholder_of_a_sharded_model_uses_what_the_others_use(uneven: Literal["all", "replay"]) -> None:
     """A rank that has run out runs the very micro-batches of another rank, so that all call the same sharded modules."""
-    kinds = ("explicit", "root", "each")
-    outcomes = [run_ranks(sometimes_deep, kind)[0] for kind in kinds]
-    assert outcomes[1] == pytest.approx(outcomes[0], rel=1e-9)
-    assert outcomes[2] == pytest.approx(outcomes[0], rel=1e-9)
+    expected = run_ranks(sometimes_deep, "explicit", "all")[0]
+    for kind in ("root", "each"):
+        assert run_ranks(sometimes_deep, kind, uneven)[0] == pytest.approx(expected, rel=1e-9)
 
 
 # --- a bad micro-batch as a placeholder ---

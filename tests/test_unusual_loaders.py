@@ -295,7 +295,7 @@ def test_workers_that_are_kept_make_one_pass_at_a_time(event: Any) -> None:
         trainer.run(loader, max_epochs=2)
         assert len(seen) == 12
         return
-    with pytest.raises(ValueError, match="in the middle of a pass: its workers are persistent"):
+    with pytest.raises(ValueError, match="data must not be read elsewhere in the middle of a pass"):
         trainer.run(loader, max_epochs=2)
     trainer.run(loader, max_epochs=2)  # the handler was due once
     assert [x for (x,) in seen] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] * 2
@@ -329,7 +329,7 @@ def test_workers_that_are_kept_make_one_pass_at_a_time_across_epochs(epoch_lengt
     with pytest.raises(ValueError, match="in the middle of a pass"):
         train()
     assert [x for (x,) in seen] == PASSES[:4]
-    assert evaluated == ([6] if between == "runs" else [])  # it is the next run that misses what was left
+    assert evaluated == ([6] if between == "runs" else [])
 
 
 def test_a_pass_that_is_continued_is_alone_again() -> None:
@@ -339,7 +339,7 @@ def test_a_pass_that_is_continued_is_alone_again() -> None:
     loader = DataLoader(torch.arange(6.0), 1, num_workers=1, persistent_workers=True)
     trainer.run(loader, max_epochs=1, epoch_length=3)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: evaluator.run(loader))
-    with pytest.raises(ValueError, match="in the middle of a pass: its workers are persistent"):
+    with pytest.raises(ValueError, match="data must not be read elsewhere in the middle of a pass"):
         trainer.run(loader, max_epochs=2)
     assert [x for (x,) in seen] == PASSES[:4]
 

@@ -22,7 +22,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import cuts
 from ignite_train import create_evaluator, create_trainer
 from ignite_train.handlers import TrainingMetrics, Validation
-from ignite_train.plot import Curve, read_curves
+from ignite_train.plot import read_curves
+from ignite_train.tools.plot import Curve
 from processes import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parent.parent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +24,9 @@ from bits import bit_by_bit
 from ignite_train import CheckpointError, count_traffic, create_evaluator, create_trainer
 from ignite_train.checkpoint import average_checkpoints, best, consolidate, latest, load_weights
 from ignite_train.checkpoint.directory import CheckpointDirectory, commit
-from ignite_train.checkpoint.inspection import write_weights
 from ignite_train.handlers import Checkpoint, ModelEMA, Validation
 from ignite_train.ranks import collectives
+from ignite_train.tools.consolidate import write_weights
 from ranks import run_ranks
 
 DATA = [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
@@ -50,7 +51,7 @@ def train(directory: Path) -> dict[str, Any]:
     states: dict[str, Any] = {}
     evaluator.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.state.metrics.update(rank=float(trainer.state.epoch)))
     Validation(evaluator, DATA, score="rank", mode="min").attach(trainer)
-    Checkpoint(directory, best="rank", mode="min", every_epochs=1, asynchronous=False).attach(trainer, evaluator=evaluator)
+    Checkpoint(directory, score="rank", mode="min", every_epochs=1, asynchronous=False).attach(trainer, evaluator=evaluator)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: states.setdefault("best", bit_by_bit(dict(model.state_dict()))))
     trainer.run(DATA, max_epochs=3)
     return {**states, "latest": bit_by_bit(dict(model.state_dict())), "average": bit_by_bit(ema.state_dict()["model"])}
@@ -310,7 +311,7 @@ def test_tied_weights_that_have_the_same_bytes_only(tmp_path: Path) -> None:
 def test_an_entry_without_weights(tmp_path: Path) -> None:
     """A handler of the run that holds none, what is empty, and a name that is misspelt."""
     train(tmp_path)
-    for entry in ("buffers_of", "optimizer"):
+    for entry in ("buffers", "optimizer"):
         with pytest.raises(CheckpointError, match=f"entry must be an object with weights, got '{entry}'"):
             average_checkpoints(tmp_path, last=1, entry=entry)
     with pytest.raises(CheckpointError, match="is of another model"):
@@ -358,3 +359,72 @@ def test_a_run_with_an_expanded_buffer_resumes(tmp_path: Path) -> None:
 
     assert run(2.0, 1) == [2.0] * 3
     assert run(5.0, 2) == [2.0] * 3
+
+
+class Tied(nn.Module):
+    """An embedding of source and target that is the output layer too, and a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target, self.layer = nn.Embedding(5, 3), nn.Embedding(5, 3), nn.Linear(3, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.source.weight = self.target.weight = self.head.weight
+
+
+def hub_folder(folder: Path, state: dict[str, Any], *, in_shards: bool) -> Path:
+    """A folder as `save_pretrained` leaves it: each tied tensor once, one file or several with an index."""
+    folder.mkdir()
+    if not in_shards:
+        torch.save(state, folder / "pytorch_model.bin")
+        return folder
+    weight_map = {name: f"pytorch_model-{number:05}-of-{len(state):05}.bin" for number, name in enumerate(state, 1)}
+    for name, file in weight_map.items():
+        torch.save({name: state[name]}, folder / file)
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("in_shards", [False, True])
+@pytest.mark.parametrize("kept", ["source.weight", "target.weight", "head.weight"])
+def test_a_folder_of_the_hub_whose_tied_tensors_are_there_once(kept: str, in_shards: bool, tmp_path: Path) -> None:
+    """All names of a tensor of the model get what one of them has, whichever it is."""
+    model, other = Tied(), Tied()
+    dropped = {"source.weight", "target.weight", "head.weight"} - {kept}
+    folder = hub_folder(
+        tmp_path / "hub", {k: v for k, v in model.state_dict().items() if k not in dropped}, in_shards=in_shards
+    )
+    assert load_weights(other, folder) == []
+    assert bit_by_bit(other.state_dict()) == bit_by_bit(model.state_dict())
+    other.head.weight = nn.Parameter(torch.zeros(5, 3))
+    with pytest.raises(CheckpointError, match="does not fit"):  # not tied: the file does not say what it is
+        load_weights(other, folder)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (lambda folder: next(folder.glob("*-00001-*")).unlink(), "has no file 'pytorch_model-00001-of-00004.bin'"),
+        (lambda folder: rewritten(folder, {"layer.bias": "../elsewhere.bin"}), "'../elsewhere.bin'"),
+        (lambda folder: rewritten(folder, {"more": "pytorch_model-00001-of-00004.bin"}), "more"),
+        (lambda folder: (folder / "pytorch_model.bin.index.json").write_text("{"), "weight_map"),
+    ],
+    ids=["missing", "outside", "not in the file", "no json"],
+)
+def test_a_damaged_folder_of_the_hub(spoil: Callable[[Path], Any], match: str, tmp_path: Path) -> None:
+    """Refused in one line, and the model is unchanged."""
+    state = {name: value for name, value in Tied().state_dict().items() if name not in {"target.weight", "head.weight"}}
+    folder, model = hub_folder(tmp_path / "hub", {**state, "extra": torch.ones(1)}, in_shards=True), Tied()
+    before = bit_by_bit(model.state_dict())
+    spoil(folder)
+    with pytest.raises(CheckpointError, match=match):
+        load_weights(model, folder, strict=False)
+    assert bit_by_bit(model.state_dict()) == before
+
+
+def rewritten(folder: Path, changes: dict[str, str]) -> None:
+    """Changes the index."""
+    path = folder / "pytorch_model.bin.index.json"
+    index = json.loads(path.read_text(encoding="utf-8"))
+    index["weight_map"] |= changes
+    path.write_text(json.dumps(index), encoding="utf-8")

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+accelerated = pytest.mark.skipif(
+    os.environ.get("IGNITE_TRAIN_FAST") == "0", reason="is about an acceleration, which IGNITE_TRAIN_FAST=0 switches off"
+)
+"""Marks a test of an acceleration itself; all others pass without accelerations too."""
 
 
 def slow(*values: Any) -> Any:

@@ -22,6 +22,18 @@ Trained = tuple[nn.Module, list[float]]
 """The trained model, and a number of each update: mostly the mean loss."""
 
 
+class LoopState:
+    """What a loop must remember from round to round; a checkpoint saves its attributes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The attributes."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes them over."""
+        vars(self).update(state)
+
+
 def digits(count: int = 320) -> tuple[Tensor, Tensor]:
     """Handwritten digits: images of shape (count, 1, 8, 8) between -1 and 1, and their classes."""
     from sklearn.datasets import load_digits  # here, because some programs start faster without it

@@ -22,10 +22,12 @@ Example:
     []
 """
 
-from ignite_train.checkpoint.average_checkpoints import average_checkpoints
-from ignite_train.checkpoint.inspection import Found, best, consolidate, find, latest, verify
+from ignite_train.checkpoint.found import Found, best, find
 from ignite_train.checkpoint.read_checkpoint import CheckpointInfo, GroupInfo, read_checkpoint
-from ignite_train.checkpoint.weights import load_weights
+from ignite_train.tools.average_checkpoints import average_checkpoints
+from ignite_train.tools.consolidate import consolidate
+from ignite_train.tools.inspection import latest, verify
+from ignite_train.tools.load_weights import load_weights
 
 __all__ = [
     "CheckpointInfo",

@@ -2,9 +2,9 @@
 
 import sys
 
-from ignite_train.checkpoint.inspection import main
+from ignite_train.tools.checkpoint_command import checkpoint_command
 
 __all__: list[str] = []
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(checkpoint_command())

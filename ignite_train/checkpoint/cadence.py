@@ -6,9 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ignite_train.arguments import did_you_mean, positive_int, real_number
+from ignite_train.arguments import positive_int, real_number
 from ignite_train.checkpoint.manifest import Manifest
 from ignite_train.checkpoint.retention import Retention
+from ignite_train.metrics import score_in
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback
 
@@ -25,7 +26,7 @@ class Cadence(Piggyback):
         every: save after each update whose number is a multiple of this.
         every_seconds: save when this many seconds have passed since the last save began.
         every_epochs: save after each epoch whose number is a multiple of this; 1 if none of the three is given.
-        best: name of the metric of the evaluator that decides which state is the best.
+        score: name of the metric of the evaluator that decides which state is the best.
         retention: says whether a lower or a higher value of it is better.
 
     Attributes:
@@ -41,7 +42,7 @@ class Cadence(Piggyback):
         every: int | None,
         every_seconds: float | None,
         every_epochs: int | None,
-        best: str | None,
+        score: str | None,
         retention: Retention,
     ) -> None:
         self.every = None if every is None else positive_int("every", every)
@@ -49,7 +50,7 @@ class Cadence(Piggyback):
         self.every_epochs = None if every_epochs is None else positive_int("every_epochs", every_epochs)
         if every is None and every_seconds is None and every_epochs is None:
             self.every_epochs = 1
-        self.best, self._retention = best, retention
+        self.score, self._retention = score, retention
         self.best_score: float | None = None
         self._score: tuple[int, float | None] = (-1, None)  # the update of the latest evaluation, and what it found
         self._is_requested = False
@@ -57,7 +58,7 @@ class Cadence(Piggyback):
         self._saved_moment: Any = None
 
     def __repr__(self) -> str:
-        intervals = {name: getattr(self, name) for name in ("every", "every_seconds", "every_epochs", "best")}
+        intervals = {name: getattr(self, name) for name in ("every", "every_seconds", "every_epochs", "score")}
         return ", ".join(f"{name}={value!r}" for name, value in intervals.items() if value is not None)
 
     # --- what is due ------------------------------------------------------------------------------------------------------
@@ -109,13 +110,11 @@ class Cadence(Piggyback):
         be of other data.
 
         Raises:
-            ValueError: `best` is not one of the metrics.
+            ValueError: `score` is not one of the metrics.
         """
-        if self.best is None or self.best not in metrics:
-            hint = did_you_mean(self.best, metrics)
-            raise ValueError(f"best must be one of the evaluator's metrics {sorted(metrics)}, got {self.best!r}{hint}")
+        assert self.score is not None  # noqa: S101  # an evaluation is followed for its score
         if self.score_of(update) is None:
-            self._score = update, float(metrics[self.best])
+            self._score = update, score_in(metrics, self.score)
             self._is_requested |= self._retention.is_better(self._score[1], self.best_score)
 
     def note_resumed(self, manifest: Manifest) -> None:

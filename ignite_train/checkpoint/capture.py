@@ -7,11 +7,18 @@ each rank: counters, its place in the data, its random generators, its handlers 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import platform
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
+from types import MethodType
 from typing import Any
 
+import ignite
+import numpy as np
 import torch
+from ignite.engine import Engine
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -22,7 +29,7 @@ from ignite_train.checkpoint.run_objects import RunObjects, SavedRun
 from ignite_train.checkpoint.shards import own_piece
 from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.tree import TreeEncoder, path_name, tensors_in
-from ignite_train.engine.dispatch import Stateful
+from ignite_train.engine.dispatch import Attachable, Stateful, attached
 from ignite_train.errors import CheckpointError
 from ignite_train.model.optimizers import GathersState, optimizer_state
 from ignite_train.model.random_state import RandomState, capture_random_state
@@ -30,7 +37,9 @@ from ignite_train.model.tensor_digests import content_digest, tensor_digests
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
-__all__ = ["capture"]
+__all__ = ["capture", "handler_settings", "plain_config", "versions"]
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the text of an object: another one in each process
 
 
 def capture(run: SavedRun, rules: StateRules) -> Contents:
@@ -60,7 +69,7 @@ def _capture(run: SavedRun, rules: StateRules, generators: dict[str, Any]) -> Co
     try:
         trees["description"] = encoder.encode(rules.describe(objects), ("description",))
         written = trees if main else {name: trees[name] for name in trees if name in differing}
-        whole = {key for tree in written.values() for key in tensors_in(tree)}
+        whole = encoder.tensors.keys() if main else {key for tree in written.values() for key in tensors_in(tree)}
         tensors = {key: own_piece(tensor, everything=key in whole) for key, tensor in encoder.tensors.items()}
         encoder = TreeEncoder()
         own_state = {**_own_state(run.trainer, objects, rules, main=main), "generators": generators}
@@ -111,21 +120,23 @@ def _state_of(entry: Stateful, *, main: bool) -> Any:
 
 def _own_state(trainer: Trainer, objects: RunObjects, rules: StateRules, *, main: bool) -> dict[str, Any]:
     """What belongs to this rank, besides its handlers and its generators."""
-    state, buffers = trainer.state, {} if main else objects.buffers()
+    state = trainer.state
     metrics = _storable(state.metrics, rules)
     return {
         **{name: other.state_dict() for name, other in objects.trainers.items()},
         "trainer": trainer.state_dict(),
         "data": trainer.data.position(),
         "results": {"output": state.update_output and asdict(state.update_output), "metrics": metrics},
-        "buffers": buffers.pop("model", {}),
-        "buffers_of": buffers,
+        "buffers": {} if main else objects.buffers(),
     }
 
 
 def _storable(metrics: dict[Any, Any], rules: StateRules) -> dict[Any, Any]:
     """What handlers have published and a checkpoint can hold: a table for a logger is not worth the run."""
     kept = {}
+    with suppress(CheckpointError):
+        TreeEncoder().encode(metrics, ("state.metrics",))
+        return metrics
     for name, value in metrics.items():
         try:
             TreeEncoder().encode({name: value}, ("state.metrics",))
@@ -145,3 +156,58 @@ def _handlers(objects: RunObjects, encoder: TreeEncoder, rules: StateRules) -> d
         except Exception as error:  # a handler may raise anything: its state is not worth the run
             rules.warn_left_out(name, error)
     return trees
+
+
+def plain_config(config: Any, description: Any, handlers: Mapping[str, Any] | None = None) -> Any:
+    """The user's configuration, the arguments of the trainer and the settings of handlers, as a tree for the manifest.
+
+    Values that are neither plain nor containers are stored as text, which is the same in each process that makes them.
+
+    Args:
+        config: from the user.
+        description: of the trainer.
+        handlers: what `handler_settings` gave.
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(key): plain(entry) for key, entry in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(entry) for entry in value]
+        if isinstance(value, (set, frozenset)):  # their order is another one in each process
+            return sorted(map(plain, value), key=repr)
+        return value if value is None or isinstance(value, (bool, int, float, str)) else _ADDRESS.sub("", str(value))
+
+    settings = {"config": plain(config), "trainer": plain(description), "handlers": plain(handlers or {})}
+    return TreeEncoder().encode(settings, ("config",))
+
+
+def handler_settings(engines: Iterable[Engine]) -> dict[str, dict[str, Any]]:
+    """The settings of the attached handlers, by their class or `saved_as`; a second one of a name gets a number.
+
+    Args:
+        engines: the trainers and the evaluators.
+    """
+    found: dict[int, Attachable] = {}
+    for engine in engines:
+        for _, handler, _ in attached(engine):
+            owner = handler.__self__ if isinstance(handler, MethodType) else handler
+            if isinstance(owner, Attachable):
+                found.setdefault(id(owner), owner)
+    settings: dict[str, dict[str, Any]] = {}
+    for owner in found.values():
+        name, number = owner.saved_as or type(owner).__name__, 1
+        while (key := name if number == 1 else f"{name}-{number}") in settings:
+            number += 1
+        settings[key] = owner.settings()
+    return settings
+
+
+def versions() -> dict[str, str]:
+    """The versions of the packages that a run's numbers depend on."""
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "pytorch-ignite": ignite.__version__,
+        "numpy": np.__version__,
+    }

@@ -13,35 +13,35 @@ import logging
 import os
 import stat
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ignite_train.checkpoint.disk import Disk
+from ignite_train.checkpoint.file_record import FileRecord
 from ignite_train.checkpoint.lock import LOCK, DirectoryLock, writer_of
 from ignite_train.checkpoint.manifest import (
     MANIFEST,
     MAX_INDEX_BYTES,
     MAX_MARKS,
-    FileRecord,
     Manifest,
     UnusableCheckpoint,
     checkpoint_name,
     compact_json,
     count_marks,
+    file_names,
     is_checkpoint_name,
     parse_manifest,
     printable,
     read_manifest,
     seal,
 )
-from ignite_train.checkpoint.removal import Removal
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.shards import Piece
-from ignite_train.checkpoint.tensor_files import Entry, holds, write_tensors
+from ignite_train.checkpoint.tensor_files import holds, write_tensors
 from ignite_train.errors import (
     CheckpointError,
     CheckpointFormatError,
@@ -104,12 +104,14 @@ class Written:
     Attributes:
         update: of the checkpoint.
         path: the file.
-        entries: where each tensor is in it.
+        record: of it.
+        notes: what the index says of each tensor.
     """
 
     update: int
     path: Path
-    entries: dict[str, Entry]
+    record: FileRecord
+    notes: dict[str, Any]
 
 
 class CheckpointDirectory:
@@ -124,15 +126,12 @@ class CheckpointDirectory:
 
     Attributes:
         written: what this rank has written to the checkpoint that was committed last.
-        removal: removes old checkpoints beside what follows.
-        removes_later: whether it does; else `prune` removes them itself. True only while the lock is held until `removal` is
-            done.
     """
 
     def __init__(self, path: Path, disk: Disk, lock: DirectoryLock | None = None) -> None:
         self.path, self.disk, self.lock = path, disk, lock
         self.written: Written | None = None
-        self.removal, self.removes_later = Removal(), False
+        self._being_removed: set[str] = set()  # by this process; a run that broke off may still do it beside the next
         self._manifests: dict[str, Manifest] = {}
         self._warned_about: set[str] = set()
 
@@ -179,10 +178,9 @@ class CheckpointDirectory:
         writer, own = writer_of(self.path), "" if self.lock is None else self.lock.token
         foreign = f"{_UNFINISHED}{writer}-" if writer and writer != own else None
         left = (_UNFINISHED, _REMOVED, f"{LOCK}-") if own else (_UNFINISHED, _REMOVED)
-        being_removed = self.removal.name  # by this run
         for name in self.disk.names(self.path):
             is_foreign = foreign is not None and name.startswith(foreign)
-            if name.startswith(left) and not is_foreign and name != being_removed:
+            if name.startswith(left) and not is_foreign and name not in self._being_removed:
                 try:
                     self._remove(name)
                 except (OSError, RecursionError) as error:
@@ -258,8 +256,7 @@ class CheckpointDirectory:
     def prune(self, retention: Retention, *, newest: Path | None = None) -> None:
         """Removes the checkpoints that `retention` does not keep. Each is renamed first, so that none is read half removed.
 
-        A failure is logged. With `removes_later` it returns when the last of them is renamed, and that of the call before is
-        removed; so the disk holds one more than is kept, at most.
+        A failure is logged.
 
         Args:
             retention: which of them stay.
@@ -275,33 +272,21 @@ class CheckpointDirectory:
             return
         if newest is not None and (not found or self.path / found[-1][0] != newest):
             return
-        self.removal.wait()
         if newest is not None:
             self.tidy()  # what the process before has renamed
-        surplus = retention.surplus([manifest for _, manifest in found])
-        for index in surplus:
+        for index in retention.surplus([manifest for _, manifest in found]):
             name = found[index][0]
             removed = f"{_REMOVED}{name}-{os.urandom(4).hex()}"
             try:
+                self._being_removed.add(removed)
                 self.disk.rename(self.path / name, self.path / removed)
                 self.disk.sync_directory(self.path)
-            except OSError as error:
-                self._warn_of(name, removed, error)
-                continue
-            if self.removes_later and index == surplus[-1]:
-                self.removal.begin(removed, partial(self._remove_renamed, removed, name))
-            else:
-                self._remove_renamed(removed, name)
-
-    def _remove_renamed(self, removed: str, name: str) -> None:
-        try:
-            self.disk.remove_tree(self.path / removed)
-        except (OSError, RecursionError) as error:
-            self._warn_of(name, removed, error)
-
-    def _warn_of(self, name: str, removed: str, error: Exception) -> None:
-        self._warned_about.add(removed)
-        self._warn_once(name, f"an old checkpoint could not be removed: {error}")
+                self.disk.remove_tree(self.path / removed)
+            except (OSError, RecursionError) as error:
+                self._warned_about.add(removed)
+                self._warn_once(name, f"an old checkpoint could not be removed: {error}")
+            finally:
+                self._being_removed.discard(removed)
 
     def set_aside(self, name: str) -> bool:
         """Renames a damaged checkpoint, so that no later start tries it again. Returns whether that was possible."""
@@ -350,20 +335,15 @@ def commit(
     Raises:
         CheckpointError: it failed, on all ranks alike. The older checkpoints are untouched.
     """
-    main = collectives.is_main_rank()
-    unfinished = together(exchange, "making a directory for a checkpoint", lambda: directory.begin() if main else "")[0]
-    try:
-        entries: dict[str, Entry] = {}
-        write: Callable[[], dict[str, FileRecord]] = lambda: _write(directory, unfinished, contents, manifest.update, entries)  # noqa: E731
+    main, notes = collectives.is_main_rank(), dict[str, Any]()
+    with _new_directory(directory, exchange) as unfinished:
+        write = partial(_write, directory, unfinished, contents, manifest.update, notes)
         written = together(exchange, "writing a checkpoint", write)
         whole = replace(manifest, files={name: record for files in written for name, record in files.items()})
         publish: Callable[[], str] = lambda: directory.publish(unfinished, whole) if main else ""  # noqa: E731
         name = together(exchange, "committing a checkpoint", publish)[0]
-    except BaseException:
-        if main:
-            directory.abandon(unfinished)
-        raise
-    directory.written = Written(manifest.update, directory.path / name / f"{_stem()}.bin", entries)
+    tensors = file_names(collectives.rank())[1]
+    directory.written = Written(manifest.update, directory.path / name / tensors, whole.files[tensors], notes)
     on_durable(directory.path / name)
     if main:
         directory.prune(retention)
@@ -379,37 +359,47 @@ def try_out(directory: CheckpointDirectory, contents: Contents, exchange: Exchan
         CheckpointError: it failed, on all ranks alike.
     """
     main = collectives.is_main_rank()
-    unfinished = together(exchange, "making a directory for a checkpoint", lambda: directory.begin() if main else "")[0]
-    try:
+    with _new_directory(directory, exchange) as unfinished:
         together(exchange, "trying to write a checkpoint", lambda: _write_page(directory, unfinished, contents))
         together(exchange, "trying to commit a checkpoint", lambda: directory.discard(unfinished) if main else None)
+
+
+@contextmanager
+def _new_directory(directory: CheckpointDirectory, exchange: Exchange) -> Iterator[str]:
+    """Gives the name of a directory for the files of all ranks, which is removed if the `with` fails. Collective."""
+    main = collectives.is_main_rank()
+    unfinished = together(exchange, "making a directory for a checkpoint", lambda: directory.begin() if main else "")[0]
+    try:
+        yield unfinished
     except BaseException:
         if main:
             directory.abandon(unfinished)
         raise
 
 
-def _link(directory: CheckpointDirectory, path: Path, contents: Contents, update: int) -> dict[str, Entry] | None:
+def _link(
+    directory: CheckpointDirectory, path: Path, contents: Contents, update: int
+) -> tuple[FileRecord, dict[str, Any]] | None:
     """Gives the tensors of the checkpoint before a second name, if it is of the same update and they are the same.
 
     So the last state of a run, which is saved at the end of an epoch and again when the run has ended, is written once. Returns
     None if the file must be written.
     """
     before = directory.written
-    if before is None or before.update != update or not holds(before.path, before.entries, contents.pieces):
+    if before is None or before.update != update or not holds(before.path, before.record, before.notes, contents.pieces):
         return None
     try:
         directory.disk.link(before.path, path)
     except OSError:  # not every file system has links; writing the file again tells what else is wrong
         return None
-    return before.entries
+    return before.record, before.notes
 
 
 def _write_page(directory: CheckpointDirectory, unfinished: str, contents: Contents) -> None:
     if contents.failure is not None:
         raise contents.failure
     disk = directory.disk
-    descriptor = disk.create(directory.path / unfinished / f"{_stem()}.json")
+    descriptor = disk.create(directory.path / unfinished / file_names(collectives.rank())[0])
     try:
         disk.write(descriptor, memoryview(bytes(_TRIAL_BYTES)))
         disk.sync(descriptor)
@@ -417,26 +407,21 @@ def _write_page(directory: CheckpointDirectory, unfinished: str, contents: Conte
         disk.close(descriptor)
 
 
-def _stem() -> str:
-    return f"rank-{collectives.rank():05d}"
-
-
 def _write(
-    directory: CheckpointDirectory, unfinished: str, contents: Contents, update: int, entries: dict[str, Entry]
+    directory: CheckpointDirectory, unfinished: str, contents: Contents, update: int, notes: dict[str, Any]
 ) -> dict[str, FileRecord]:
-    """Writes this rank's files, and notes in `entries` where each tensor is."""
+    """Writes this rank's files, and puts into `notes` what the index says of each tensor."""
     if contents.failure is not None:
         raise contents.failure
-    stem, disk, path = _stem(), directory.disk, directory.path / unfinished
-    linked = _link(directory, path / f"{stem}.bin", contents, update)
-    entries |= write_tensors(disk, path / f"{stem}.bin", contents.pieces) if linked is None else linked
-    index = compact_json({"objects": contents.trees, "tensors": {key: entry.as_json() for key, entry in entries.items()}})
+    disk, path = directory.disk, directory.path / unfinished
+    index_name, tensors_name = file_names(collectives.rank())
+    linked = _link(directory, path / tensors_name, contents, update)
+    record, of_tensors = linked or write_tensors(disk, path / tensors_name, contents.pieces)
+    notes |= of_tensors
+    index = compact_json({"objects": contents.trees, "tensors": notes})
     if len(index) > MAX_INDEX_BYTES:
         raise CheckpointError(f"the state has {len(index)} bytes beside its tensors, {MAX_INDEX_BYTES} at most; use tensors")
     if count_marks(index) > MAX_MARKS:  # or else the reader would refuse it
         raise CheckpointError(f"the state has more than {MAX_MARKS} values beside the numbers in its tensors; use tensors")
-    disk.write_file(path / f"{stem}.json", iter([memoryview(index)]))
-    return {
-        f"{stem}.bin": FileRecord(sum(entry.num_bytes for entry in entries.values()), None),
-        f"{stem}.json": FileRecord(len(index), zlib.crc32(index)),
-    }
+    disk.write_file(path / index_name, iter([memoryview(index)]))
+    return {tensors_name: record, index_name: FileRecord(len(index), zlib.crc32(index))}

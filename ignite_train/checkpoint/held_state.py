@@ -39,7 +39,8 @@ class HeldState:
     def note(self, engines: Iterable[Engine]) -> None:
         """To be called when a run starts: what is held, and in which version."""
         for _, _, tensors in _held(engines):
-            self._note(tensors)
+            for tensor in tensors:
+                self._is_changed(tensor)
 
     def warn(
         self, engines: Iterable[Engine], saved: Iterable[Tensor], modules: Iterable[nn.Module], leave_out: Sequence[str]
@@ -55,7 +56,6 @@ class HeldState:
         known: set[int] | None = None  # looked up when it is needed, which is seldom
         for name, attribute, tensors in _held(engines):
             changed = [tensor for tensor in tensors if self._is_changed(tensor)]
-            self._note(tensors)
             if changed and known is None:
                 known = {_storage(tensor) for tensor in saved}
                 known |= {_storage(tensor) for module in modules for tensor in _tensors(module)}
@@ -73,17 +73,15 @@ class HeldState:
         """The handlers that hold any tensors, by the names that a warning gives them."""
         return {name for name, _, _ in _held(engines)}
 
-    def _note(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            if not tensor.is_inference() and id(tensor) not in self._versions:
-                self._versions[id(tensor)] = weakref.ref(tensor), tensor._version
-
     def _is_changed(self, tensor: Tensor) -> bool:
-        before = self._versions.get(id(tensor))
-        if before is None or before[0]() is not tensor:
-            self._versions.pop(id(tensor), None)
+        """Whether it was changed in place since it was first asked about."""
+        if tensor.is_inference():  # which has no version
             return False
-        return tensor._version != before[1]
+        now = weakref.ref(tensor), tensor._version
+        before, version = self._versions.setdefault(id(tensor), now)
+        if before() is not tensor:  # that one is freed, and this one has its place
+            self._versions[id(tensor)] = now
+        return before() is tensor and version != tensor._version
 
 
 def _held(engines: Iterable[Engine]) -> Iterator[tuple[str, str, list[Tensor]]]:

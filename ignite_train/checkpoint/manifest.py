@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import stat
 import sys
@@ -13,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ignite_train.checkpoint.tensor_files import naming, open_regular
+from ignite_train.checkpoint.file_record import FileRecord, read_regular
 from ignite_train.checkpoint.tree import MAX_NODES, decode
 from ignite_train.errors import CheckpointError, CheckpointFormatError, DamagedCheckpointError, UnreadableCheckpointError
 
@@ -22,18 +21,17 @@ __all__ = [
     "MANIFEST",
     "MAX_INDEX_BYTES",
     "MAX_MARKS",
-    "FileRecord",
     "Manifest",
     "UnusableCheckpoint",
     "checked_json",
     "checkpoint_name",
     "compact_json",
     "count_marks",
+    "file_names",
     "is_checkpoint_name",
     "one_line",
     "parse_manifest",
     "printable",
-    "read_file",
     "read_manifest",
     "reading_error",
     "seal",
@@ -52,7 +50,6 @@ _NO_FORMAT = 10_000  # from here on a format is not taken for that of a newer ve
 _NOT_AS_WRITTEN = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO}
 _HEAD = re.compile(rb'\{"crc32":"([0-9a-f]{8})","manifest":')
 _CHECKPOINT = re.compile(r"update-\d{8,12}(\.\d{1,6})?")
-_FILE = re.compile(r"rank-\d{5}\.(json|bin)")
 
 
 UnusableCheckpoint = DamagedCheckpointError | UnreadableCheckpointError | CheckpointFormatError
@@ -71,22 +68,14 @@ def checkpoint_name(update: int, copy: int = 0) -> str:
     return f"update-{update:08d}" + (f".{copy}" if copy else "")
 
 
+def file_names(rank: int) -> tuple[str, str]:
+    """The names of the two files of a rank: its index, and its tensors."""
+    return f"rank-{rank:05d}.json", f"rank-{rank:05d}.safetensors"
+
+
 def is_checkpoint_name(name: str) -> bool:
     """Whether a directory with this name should be a checkpoint."""
     return _CHECKPOINT.fullmatch(name) is not None
-
-
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """The size and checksum that a file must have.
-
-    Attributes:
-        size: in bytes.
-        crc32: of all bytes; None for a file of tensors, whose checksums are in the index.
-    """
-
-    size: int
-    crc32: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +142,10 @@ def read_manifest(checkpoint: Path) -> Manifest:
     try:
         if stat.S_ISLNK(checkpoint.lstat().st_mode):
             raise ValueError("it is a link; pass the path that it points to")
-        return parse_manifest(read_file(checkpoint / MANIFEST, None))
+        path = checkpoint / MANIFEST
+        if (size := path.lstat().st_size) > _MAX_MANIFEST_BYTES:
+            raise ValueError(f"its manifest has {size} bytes, more than a manifest may have")
+        return parse_manifest(read_regular(path, size))
     except (ValueError, TypeError, OSError, _NewerFormatError) as error:
         raise reading_error(checkpoint, error) from error
 
@@ -189,31 +181,6 @@ def parse_manifest(data: bytes) -> Manifest:
     if int(head[1], 16) != zlib.crc32(body):
         raise ValueError("its manifest is not the one that was written: the checksum differs")
     return _checked(checked_json(body, max_marks=_MAX_MANIFEST_MARKS))
-
-
-def read_file(path: Path, record: FileRecord | None) -> bytes:
-    """The contents of a small regular file, in one read; of the manifest itself if there is no `record` of it.
-
-    Raises:
-        OSError: it cannot be read, or is a link.
-        ValueError: it is not what the record says.
-    """
-    size = path.lstat().st_size if record is None else record.size
-    if record is None and size > _MAX_MANIFEST_BYTES:
-        raise ValueError(f"its manifest has {size} bytes, more than a manifest may have")
-    descriptor = open_regular(path, size)
-    try:
-        parts, left = [], size
-        with naming(path):
-            while left and (part := os.read(descriptor, left)):
-                parts.append(part)
-                left -= len(part)
-    finally:
-        os.close(descriptor)
-    data = b"".join(parts)  # one part is not copied
-    if record is not None and zlib.crc32(data) != record.crc32:
-        raise ValueError(f"{path.name} is not the file that was written: the checksum differs")
-    return data
 
 
 def count_marks(data: bytes) -> int:
@@ -264,18 +231,17 @@ def _checked(values: Any) -> Manifest:
     versions, files = fields["versions"], fields["files"]
     if not isinstance(versions, dict) or not all(isinstance(version, str) for version in versions.values()):
         raise ValueError("its manifest has invalid versions")
-    expected = {f"rank-{rank:05d}.{kind}" for rank in range(fields["world_size"]) for kind in ("json", "bin")}
+    expected = {name for rank in range(fields["world_size"]) for name in file_names(rank)}
     if not isinstance(files, dict) or set(files) != expected:
         raise ValueError("its manifest does not list the two files of each rank")
     return Manifest(**{**fields, "files": {name: _checked_record(name, record) for name, record in files.items()}})
 
 
 def _checked_record(name: str, record: Any) -> FileRecord:
-    if not _FILE.fullmatch(name) or not isinstance(record, dict) or set(record) != {"size", "crc32"}:
-        raise ValueError(f"its manifest has an invalid record of {name!r:.40}")
+    if not isinstance(record, dict) or set(record) != {"size", "crc32"}:
+        raise ValueError(f"its manifest has an invalid record of {name}")
     size, crc32 = record["size"], record["crc32"]
-    known = type(crc32) is int and 0 <= crc32 < 2**32
-    if type(size) is not int or not 0 <= size < 2**63 or not (known if name.endswith(".json") else crc32 is None):
+    if type(size) is not int or not 0 <= size < 2**63 or type(crc32) is not int or not 0 <= crc32 < 2**32:
         raise ValueError(f"its manifest has an invalid size or checksum of {name}")
     return FileRecord(size, crc32)
 

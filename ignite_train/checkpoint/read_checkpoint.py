@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ignite_train.checkpoint.inspection import find
+from ignite_train.checkpoint.found import find
 from ignite_train.checkpoint.reader import CheckpointReader, TensorClaim
 from ignite_train.checkpoint.tree import decode
 from ignite_train.errors import CheckpointError, DamagedCheckpointError
@@ -44,6 +44,7 @@ class CheckpointInfo:
         config: `Checkpoint(..., config=)` of the script.
         shapes: the shape of each parameter and buffer of the model, by name.
         param_groups: the parameter groups of each optimizer, by its name in the checkpoint: "optimizer", or "optimizers/muon".
+            That of one inside another has its attribute behind a point, "optimizer.base".
     """
 
     path: Path

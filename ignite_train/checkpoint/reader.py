@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ignite_train.checkpoint.manifest import MAX_INDEX_BYTES, checked_json, read_file, read_manifest, reading_error
+from ignite_train.checkpoint.manifest import MAX_INDEX_BYTES, checked_json, file_names, read_manifest, reading_error
 from ignite_train.checkpoint.shards import Box, assemble, check_cover, local_box
 from ignite_train.checkpoint.tensor_classes import ComposedTensor
 from ignite_train.checkpoint.tensor_files import Entry, TensorFile
@@ -174,17 +174,17 @@ class CheckpointReader:
         return self._parts[rank]
 
     def _open(self, rank: int) -> _Part:
-        files, stem = self.manifest.files, f"rank-{rank:05d}"
-        if files[f"{stem}.json"].size > MAX_INDEX_BYTES:
-            raise ValueError(f"{stem}.json has {files[f'{stem}.json'].size} bytes, more than an index may have")
-        index = checked_json(read_file(self.path / f"{stem}.json", files[f"{stem}.json"]))
+        index_name, tensors_name = file_names(rank)
+        records = self.manifest.files
+        if records[index_name].size > MAX_INDEX_BYTES:
+            raise ValueError(f"{index_name} has {records[index_name].size} bytes, more than an index may have")
+        index = checked_json(records[index_name].read(self.path / index_name))
         if not isinstance(index, dict) or set(index) != {"objects", "tensors"}:
-            raise ValueError(f"{stem}.json is not an index")
-        trees, tensors = index["objects"], index["tensors"]
-        if not isinstance(trees, dict) or not isinstance(tensors, dict) or len(tensors) > MAX_NODES:
-            raise ValueError(f"{stem}.json is not an index")
-        entries = {key: Entry.from_json(values) for key, values in tensors.items()}
-        return _Part(trees, TensorFile(self.path / f"{stem}.bin", files[f"{stem}.bin"].size, entries))
+            raise ValueError(f"{index_name} is not an index")
+        trees, notes = index["objects"], index["tensors"]
+        if not isinstance(trees, dict) or not isinstance(notes, dict) or len(notes) > MAX_NODES:
+            raise ValueError(f"{index_name} is not an index")
+        return _Part(trees, TensorFile(self.path / tensors_name, records[tensors_name], notes))
 
     def _tensor(self, key: str, path: KeyPath, rank: int, likes: Like, met: dict[str, Tensor]) -> Tensor:
         entry, holders = self._find(key, rank)

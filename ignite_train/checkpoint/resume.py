@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ignite_train.arguments import did_you_mean, path_of
-from ignite_train.checkpoint.config import config_changes, handler_settings, plain_config, versions
+from ignite_train.checkpoint.capture import handler_settings, plain_config, versions
 from ignite_train.checkpoint.directory import CheckpointDirectory, together
 from ignite_train.checkpoint.disk import Disk
+from ignite_train.checkpoint.fits import config_changes
 from ignite_train.checkpoint.manifest import MANIFEST, Manifest, one_line, printable
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import SavedRun
@@ -154,6 +155,8 @@ def checkpoint_to_resume(own: CheckpointDirectory, resume: str | Path) -> tuple[
         directory = CheckpointDirectory(path_of("resume", resume).resolve(), own.disk)
         if not any(together(collectives.gather_objects, "looking for checkpoints", partial(_is_there, directory))):
             hint = did_you_mean(resume, _WORDS)
+            if directory.path.is_file() or directory.path.suffix:
+                hint = "; for the weights of a file alone write load_weights(model, path) of ignite_train.checkpoint"
             raise ValueError(f"resume must be 'auto', 'must', 'never' or a directory that exists, got {str(resume)!r}{hint}")
     look: Callable[[], _Found | None] = lambda: _look(directory, tidies=directory is own) if _main() else None  # noqa: E731
     found = together(collectives.gather_objects, "looking for checkpoints", look)[0]

@@ -34,7 +34,7 @@ class Retention:
         return math.isfinite(score) and (best is None or self._rank(score) < self._rank(best))
 
     def is_own(self, manifest: Manifest) -> bool:
-        """Whether the score of a checkpoint is of this metric. Those of older versions do not say it."""
+        """Whether the score of a checkpoint is of this metric, or does not say of which."""
         return self._kind_of_score(manifest)[0] == self.metric
 
     def best_of(self, manifests: Sequence[Manifest]) -> float | None:

@@ -16,11 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import describe
-from ignite_train.checkpoint.optimizer_state import check_loads
-from ignite_train.checkpoint.schedule_state import schedules_of
 from ignite_train.engine.dispatch import Attachable, Stateful, stateful_handlers
 from ignite_train.model.memory_layout import own_memory
-from ignite_train.model.optimizers import GathersState
+from ignite_train.model.optimizers import GathersState, InnerState, has_own_form
 from ignite_train.trainer import Trainer
 
 __all__ = ["HANDLERS", "PublishedMetrics", "RunObjects", "SavedModule", "SavedRun", "checked_objects"]
@@ -34,6 +32,13 @@ class _KnowsAnEvaluator(Protocol):
     """A handler that runs an evaluator; `Validation` does."""
 
     evaluator: Engine
+
+
+@runtime_checkable
+class _HasSchedule(Protocol):
+    """A handler that steps one of torch's schedules, such as `LearningRateSchedule`."""
+
+    scheduler: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +63,8 @@ class SavedRun:
     @property
     def trainers(self) -> dict[str, Trainer]:
         """The other trainers, which the user has named, by their names in a checkpoint."""
-        return {name: entry for name, entry in self._named.items() if isinstance(entry, Trainer)}
-
-    @property
-    def _named(self) -> dict[str, Stateful]:
-        """The user's additional objects, by their names in a checkpoint; without the trainer itself, which is saved anyway."""
-        return {f"to_save/{name}": entry for name, entry in self.to_save.items() if entry is not self.trainer}
+        found = self.to_save.items()
+        return {f"to_save/{name}": entry for name, entry in found if isinstance(entry, Trainer) and entry is not self.trainer}
 
     @property
     def evaluators(self) -> list[Engine]:
@@ -82,7 +83,7 @@ class SavedRun:
 
     def objects(self) -> RunObjects:
         """All that has a state, besides the trainer itself, as attached by now. An object is listed once."""
-        others = {name: entry for name, entry in self._named.items() if name not in self.trainers}
+        others = {f"to_save/{name}": entry for name, entry in self.to_save.items() if not isinstance(entry, Trainer)}
         shared = self.trainer.parts | others
         own = {f"{HANDLERS}{name}": entry for name, entry in stateful_handlers(self.trainer).items()}
         for prefix, trainer in self.trainers.items():
@@ -108,9 +109,11 @@ class SavedRun:
         apart = {name for name, one in trained.items() if not one.replicas_are_equal and not one.moments.after_update}
         return RunObjects(shared, own, self.trainers, frozenset(apart))
 
-    def modules(self) -> list[nn.Module]:
-        """The modules that are saved."""
-        return [entry.module for entry in self.objects().shared.values() if isinstance(entry, SavedModule)]
+    def modules(self) -> Iterator[nn.Module]:
+        """The modules that are saved, looked up when the first is taken."""
+        for entry in self.objects().shared.values():
+            if isinstance(entry, SavedModule):
+                yield entry.module
 
     def refuse_odd_optimizers(self) -> None:
         """Looks at the optimizers before the first batch: what cannot be loaded must not be saved.
@@ -119,7 +122,7 @@ class SavedRun:
             TypeError: an optimizer cannot load the state that it gives.
         """
         for name, entry in self.objects().optimizers.items():
-            check_loads(name, entry)
+            _check_loads(name, entry)
 
 
 class PublishedMetrics:
@@ -218,9 +221,17 @@ class RunObjects:
         return {name: entry for name, entry in self.shared.items() if isinstance(entry, Optimizer)}
 
     @property
+    def each_optimizer(self) -> dict[str, Optimizer]:
+        """The optimizers, and those inside them that have a state of their own."""
+        entries = {name: entry.inner if isinstance(entry, InnerState) else entry for name, entry in self.shared.items()}
+        return {name: entry for name, entry in entries.items() if isinstance(entry, Optimizer)}
+
+    @property
     def schedules(self) -> dict[str, LRScheduler]:
         """The learning-rate schedules among them."""
-        return schedules_of({**self.shared, **self.own})
+        entries = {**self.shared, **self.own}
+        found = {name: entry.scheduler if isinstance(entry, _HasSchedule) else entry for name, entry in entries.items()}
+        return {name: schedule for name, schedule in found.items() if isinstance(schedule, LRScheduler)}
 
     @property
     def model(self) -> SavedModule:
@@ -233,17 +244,17 @@ class RunObjects:
         """The names of the parameters of the trained model that have no gradients now."""
         return [name for name, parameter in self.model.parameters() if not parameter.requires_grad]
 
-    def missing_groups(self, name: str, description: Any) -> list[list[nn.Parameter]]:
+    def missing_groups(self, name: str, description: Mapping[str, Any]) -> list[list[nn.Parameter]]:
         """The last parameter groups of an optimizer in a checkpoint that it lacks now, as a handler may have added them.
 
         Args:
             name: of the optimizer.
-            description: what is known of it from the checkpoint; None if nothing is.
+            description: of it in the checkpoint.
 
         Returns:
             The parameters of each, which the trained model has and no optimizer steps; nothing unless all can be added.
         """
-        if not isinstance(description, Mapping) or isinstance(self.optimizers[name], GathersState):
+        if isinstance(self.optimizers[name], GathersState):
             return []
         groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
         met, known = {id(parameter) for group in groups for parameter in group["params"]}, dict(self.model.parameters())
@@ -302,6 +313,20 @@ def checked_objects(to_save: Mapping[str, Any]) -> dict[str, Stateful]:
                 f"to_save must not have {name!r} beside the trainer {owner!r}, whose objects are named so; rename it"
             )
     return dict(to_save)
+
+
+def _check_loads(name: str, optimizer: Optimizer) -> None:
+    """Raises TypeError if an optimizer gives a state of a form of its own, which torch's `load_state_dict` does not load."""
+    if isinstance(optimizer, GathersState) or type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return
+    state = optimizer.state_dict()
+    if not isinstance(state, Mapping) or has_own_form(state):
+        kind = type(optimizer).__name__
+        raise TypeError(
+            f"{name} must load the state that it gives, to be saved: the state_dict of {kind} has a form of its own, and its "
+            f"load_state_dict is torch's; use a subclass of {kind} with a load_state_dict, or pass the optimizers inside it to "
+            "create_trainer as a list, or train without a Checkpoint"
+        )
 
 
 def _plain(name: str) -> str:

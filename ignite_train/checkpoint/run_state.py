@@ -16,13 +16,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.carried import Carried
-from ignite_train.checkpoint.claims import EVERY_RANK, Claims, buffers_of, check_module, check_tied
 from ignite_train.checkpoint.directory import Contents
+from ignite_train.checkpoint.fits import EVERY_RANK, Fit, check_module, check_tied
 from ignite_train.checkpoint.reader import CheckpointReader, TensorClaim, composed_claim
 from ignite_train.checkpoint.run_objects import PublishedMetrics, RunObjects, SavedModule, SavedRun
-from ignite_train.checkpoint.schedule_state import rescale_schedule
 from ignite_train.checkpoint.state_rules import StateRules
-from ignite_train.checkpoint.tensor_classes import tensor_classes
+from ignite_train.checkpoint.tensor_classes import copied, tensor_classes
 from ignite_train.checkpoint.tree import KeyPath, decode, tensors_in
 from ignite_train.engine.dispatch import Stateful
 from ignite_train.errors import CheckpointError
@@ -67,12 +66,12 @@ class RunState:
         source = 0 if self._is_new else rank
         names = reader.names(source)
         gathered = () if world_size == collectives.world_size() else _of_all_ranks(self._objects)
-        saved = [name for name in ("buffers_of", *self._objects.own) if name in names and name not in gathered]
+        saved = [name for name in self._objects.own if name in names and name not in gathered]
         own = dict.fromkeys((*EVERY_RANK, *saved, *self._objects.trainers), source)
         self._writers = {name: source if name in names else 0 for name in self._objects.shared}
         self._are_apart = world_size > 1 and "model" in reader.names(1)
         self._check_differing(reader)
-        self._claims = self._checked_claims(reader, own)
+        self._fit = self._checked_fit(reader, own)
         sharded, classes = _ShardedTensors(self._objects.shared), tensor_classes(self._objects.with_whole_states())
         self._shared = {
             name: reader.read(name, rank=writer, like=sharded.like, classes=classes) for name, writer in self._writers.items()
@@ -91,7 +90,7 @@ class RunState:
         published = [name for name, entry in self._objects.own.items() if isinstance(entry, PublishedMetrics)]
         self.fresh = [*added, *(name for name in self._objects.own if name not in own and name not in published)]
         self._compare_loss_scaling()
-        self.changed = rules.changes(self._objects, self._claims.description)
+        self.changed = self._fit.changes(self._objects, rules)
         if rules.drops_carried:
             self._drop_carried()
         else:
@@ -123,19 +122,19 @@ class RunState:
                 optimizer.add_param_group({**options, "params": group})
         self._rules.note(self._objects)
         for name in self._objects.optimizers:
-            self._claims.check_optimizer(self._path, name, self._objects, self._rules)
+            self._fit.check_optimizer(self._path, name, self._objects, self._rules)
         self._restore_objects(self._objects)
 
     def _thaw(self, group: Sequence[nn.Parameter]) -> None:
         """Lets parameters have gradients if they had when the checkpoint was written."""
-        frozen, added = self._claims.description.get("frozen", ()), {id(parameter) for parameter in group}
+        frozen, added = self._fit.description["frozen"], {id(parameter) for parameter in group}
         for name, parameter in self._objects.model.parameters():
             if id(parameter) in added:
                 parameter.requires_grad_(name not in frozen)
 
     def _missing_groups(self, name: str) -> list[tuple[list[nn.Parameter], dict[str, Any]]]:
         """Parameters and options of the groups that an optimizer lacks."""
-        groups = self._claims.missing_groups(name, self._objects)
+        groups = self._fit.missing_groups(name, self._objects)
         options = self._shared[name]["param_groups"][-len(groups) :] if groups else []
         return [
             (group, {key: value for key, value in other.items() if key != "params"})
@@ -145,7 +144,7 @@ class RunState:
     def _restore_objects(self, objects: RunObjects) -> None:
         """The generators come last: loading may draw."""
         state, results = self._trainer.state, self._own["results"]
-        state.carried.load_state_dict(self._own["trainer"].get("carried", Carried().state_dict()))
+        state.carried.load_state_dict(self._own["trainer"]["carried"])
         for key in self._trainer.state_dict_user_keys:
             setattr(state, key, copy.deepcopy(self._own["trainer"][key]))
         if results["output"]:
@@ -172,11 +171,11 @@ class RunState:
     def _restore_buffers(self) -> None:
         """Puts back those that this rank has saved."""
         for module, buffers in self._objects.buffers().items() if not self._is_new else ():
-            saved = buffers_of(self._own, module)
+            saved = self._own["buffers"].get(module, {})
             for name in (name for name in buffers if name in saved):
                 buffers[name].copy_(saved[name])
 
-    def _checked_claims(self, reader: CheckpointReader, own: Mapping[str, int]) -> Claims:
+    def _checked_fit(self, reader: CheckpointReader, own: Mapping[str, int]) -> Fit:
         """What the checkpoint claims for this rank, compared with the run. `own` says which rank wrote each of its states."""
         first = reader.names(0)
         missing = [name for name in (*self._objects.shared, *self._objects.trainers) if name not in first]
@@ -185,14 +184,14 @@ class RunState:
                 f"{reader.path} holds no state of {missing[0]!r}; attach the objects that were saved, or start in another "
                 "directory"
             )
-        claims = Claims(
+        fit = Fit(
             shared={name: reader.outline(name, rank=writer) for name, writer in self._writers.items()},
             own={name: reader.outline(name, rank=writer) for name, writer in own.items()},
-            description=reader.outline("description") if "description" in first else {},
+            description=reader.outline("description"),
         )
-        claims.check(str(reader.path), self._objects, self._rules)
-        claims.check_size(reader, self._objects)
-        return claims
+        fit.check(str(reader.path), self._objects, self._rules)
+        fit.check_size(reader, self._objects)
+        return fit
 
     def _let_script_win(self, name: str, optimizer: Optimizer) -> None:
         """Sets the options that the script decides. A restored schedule keeps its shape, over the script's `lr`."""
@@ -206,8 +205,8 @@ class RunState:
                 bases.append(group.get("initial_lr", group["lr"]))
                 group["lr"] = rate * (bases[-1] / before) if before else rate  # 0 then and now, or it had been refused
         for schedule in schedules:
-            rescale_schedule(schedule, optimizer, bases)
-        self._rules.continue_with(name, self._claims.described("optimizers", name))
+            _rescale(schedule, optimizer, bases)
+        self._rules.continue_with(name, self._fit.description["optimizers"][name])
 
     def _restored_schedules(self, optimizer: Optimizer) -> list[LRScheduler]:
         """The schedules of an optimizer whose state comes from the checkpoint."""
@@ -220,7 +219,7 @@ class RunState:
         for name in ("trainer", *self._objects.trainers):
             if _carried(self._own[name]):
                 self.unused.append("state.carried" if name == "trainer" else f"state.carried of {name}")
-            self._own[name].pop("carried", None)
+            self._own[name]["carried"] = Carried().state_dict()
 
     def _compare_loss_scaling(self) -> None:
         """Notes where the loss scaling starts fresh, or is not used; without a state of it, its policy keeps its own."""
@@ -295,7 +294,7 @@ def check_contents(contents: Contents, run: SavedRun, rules: StateRules) -> None
     )
     shared = {name: found[name] for name in objects.shared}
     own = {name: value for name, value in found.items() if name not in shared and name != "description"}
-    Claims(shared, own, found["description"]).check("what would be written", objects, rules)
+    Fit(shared, own, found["description"]).check("what would be written", objects, rules)
 
 
 def restore_model(path: Path, model: SavedModule) -> None:
@@ -314,11 +313,19 @@ def restore_model(path: Path, model: SavedModule) -> None:
 
 
 def _carried(trainer_state: Any) -> Carried:
-    """What forward has carried in the state of a trainer; empty if an older version wrote it."""
+    """What forward has carried in the state of a trainer."""
     result = Carried()
-    if "carried" in trainer_state:
-        result.load_state_dict(trainer_state["carried"])
+    result.load_state_dict(trainer_state["carried"])
     return result
+
+
+def _rescale(schedule: LRScheduler, optimizer: Optimizer, bases: Sequence[float]) -> None:
+    """Gives a schedule other base rates at its current place; the rates of `optimizer` are multiples of them already."""
+    if "base_lrs" in vars(schedule):  # a sequence of schedules has none of its own
+        schedule.base_lrs = [*bases[: len(schedule.base_lrs)]]
+    schedule._last_lr = [float(group["lr"]) for group in optimizer.param_groups]
+    for part in vars(schedule).get("_schedulers", ()):
+        _rescale(part, optimizer, bases)
 
 
 def _of_all_ranks(objects: RunObjects) -> list[str]:
@@ -332,7 +339,7 @@ def _load(entry: Stateful, saved: Any) -> None:
         saved = {key: value if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in saved.items()}
         entry.load_state_dict(saved)
     elif isinstance(entry, Optimizer):
-        load_optimizer_state(entry, copy.deepcopy(saved))
+        load_optimizer_state(entry, copied(saved))
     else:
         entry.load_state_dict(copy.deepcopy(saved))
 

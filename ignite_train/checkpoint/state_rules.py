@@ -6,16 +6,19 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor
+from torch.optim import Optimizer
 
 from ignite_train.arguments import describe, did_you_mean
-from ignite_train.checkpoint.optimizer_state import describe_optimizer, option_changes, script_options
 from ignite_train.checkpoint.run_objects import RunObjects, SavedRun
-from ignite_train.checkpoint.schedule_state import describe_schedule, schedule_changes
+from ignite_train.checkpoint.tree import dtype_name
 from ignite_train.errors import CheckpointError
 
-__all__ = ["StateRules"]
+__all__ = ["PROGRESS", "StateRules", "describe_optimizer", "plain_options", "schedule_options", "stepping_part"]
 
+PROGRESS = {"last_epoch", "base_lrs", "verbose", "T_cur", "T_i", "best", "cooldown_counter", "num_bad_epochs"}
+"""Attributes of schedules that a script does not set."""
+_NOT_OPTIONS = ("params", "param_names")
 _logger = logging.getLogger(__name__)
 _CARRIED = "carried"  # in `leave_out`: what forward has carried on each rank, in `state.carried`
 _LOSS_SCALING = "loss_scaling"  # in `leave_out`: the scale of the loss and the counters of its policy
@@ -36,7 +39,7 @@ class StateRules:
     def __init__(self, leave_out: Iterable[str] = (), script_wins: Iterable[str] = ()) -> None:
         self.leave_out, self.script_wins = _names("leave_out", leave_out), _names("script_wins", script_wins)
         self._script: dict[str, list[dict[str, Any]]] = {}  # options of each optimizer, as the script has set them
-        self._in_effect: dict[str, list[dict[str, Any]]] = {}  # the same, except for those that an older checkpoint decided
+        self._in_effect: dict[str, list[dict[str, Any]]] = {}  # the same, but for those that the checkpoint decided
         self._warned: set[str] = set()
 
     def begin(self, run: SavedRun, holders: Iterable[str] = ()) -> None:
@@ -78,53 +81,37 @@ class StateRules:
     def describe(self, objects: RunObjects) -> dict[str, Any]:
         """What a checkpoint stores beside the state, so that the next run can compare."""
         self.note(objects)
-        names = objects.parameter_names()
-        optimizers = {
-            name: describe_optimizer(optimizer, names, self._in_effect[name]) for name, optimizer in objects.optimizers.items()
+        names, optimizers = objects.parameter_names(), {}
+        for name, optimizer in objects.each_optimizer.items():
+            groups = [group["params"] for group in optimizer.param_groups]
+            options = [
+                plain_options(group) for group in self._in_effect.get(name, map(_copied_options, optimizer.param_groups))
+            ]
+            optimizers[name] = describe_optimizer(optimizer, groups, names) | {"options": options}
+        schedules = {
+            name: {"class": type(schedule).__qualname__, "options": schedule_options(schedule.state_dict())}
+            for name, schedule in objects.schedules.items()
         }
-        schedules = {name: describe_schedule(schedule) for name, schedule in objects.schedules.items()}
         return {"optimizers": optimizers, "schedules": schedules, "frozen": objects.frozen_parameters()}
+
+    def script(self, name: str) -> list[dict[str, Any]]:
+        """The options of each group of an optimizer, as the script has set them."""
+        return self._script[name]
 
     def decided(self, name: str) -> list[dict[str, Any]]:
         """The options of each group of an optimizer that the script decides."""
         wins = {*self.script_wins, *(["initial_lr"] if "lr" in self.script_wins else [])}
-        return [{key: value for key, value in group.items() if key in wins} for group in self._script[name]]
+        return [{key: value for key, value in group.items() if key in wins} for group in self._script.get(name, ())]
 
-    def changes(self, objects: RunObjects, description: Mapping[str, Any]) -> list[str]:
-        """What the script sets to other values than the script that wrote a checkpoint, a line each.
-
-        Args:
-            objects: of this run.
-            description: what `describe` gave for the checkpoint; older checkpoints have none, and the mapping is empty.
-        """
-        optimizers, schedules = (description.get(kind, {}) for kind in ("optimizers", "schedules"))
-        lines = []
-        for name in objects.optimizers:
-            lines += option_changes(name, optimizers.get(name), self._script[name], self.script_wins)
-        for name, schedule in objects.schedules.items():
-            lines += schedule_changes(name, schedule, schedules.get(name))
-        added = {name: objects.missing_groups(name, optimizers.get(name)) for name in objects.optimizers}
-        lines += [_added(name, group, objects) for name, groups in added.items() for group in groups]
-        thawed = {id(parameter) for groups in added.values() for group in groups for parameter in group}
-        names = {name for name, parameter in objects.model.parameters() if id(parameter) in thawed}
-        before, now = description.get("frozen"), [name for name in objects.frozen_parameters() if name not in names]
-        if isinstance(before, list):
-            before = [name for name in before if name not in names]
-            lines += _frozen_changes([name for name in before if name not in now], "False -> True")
-            lines += _frozen_changes([name for name in now if name not in before], "True -> False")
-        return lines
-
-    def continue_with(self, name: str, description: Any) -> None:
+    def continue_with(self, name: str, description: Mapping[str, Any]) -> None:
         """Notes that the options of a checkpoint are in effect, except for those that the script decides.
 
         Args:
             name: of the optimizer.
-            description: what `describe` gave for that optimizer; None if it is not known.
+            description: what `describe` gave for that optimizer.
         """
-        if isinstance(description, Mapping):
-            decided = self.decided(name)
-            pairs = zip(self._script[name], description["options"], decided, strict=True)
-            self._in_effect[name] = [{**script, **saved, **wins} for script, saved, wins in pairs]
+        groups = zip(self._script[name], description["options"], self.decided(name), strict=True)
+        self._in_effect[name] = [{**script, **saved, **wins} for script, saved, wins in groups]
 
     def warn_left_out(self, name: str, error: Exception, *, remedy: str = "") -> None:
         """Warns once that the checkpoints do not hold something, and says what to do.
@@ -148,22 +135,59 @@ class StateRules:
         """Notes the options of parameter groups that are new, as a handler may add some in the run."""
         for name, optimizer in objects.optimizers.items():
             script, in_effect = self._script.setdefault(name, []), self._in_effect.setdefault(name, [])
-            added = script_options(optimizer)[len(script) :]
+            added = [_copied_options(group) for group in optimizer.param_groups[len(script) :]]
             script += added
             in_effect += added
 
 
-def _added(name: str, group: Sequence[nn.Parameter], objects: RunObjects) -> str:
-    """A line for a parameter group that the script adds in the run, and the checkpoint has already."""
-    names = objects.parameter_names()
-    more = f" and {len(group) - 1} more" if len(group) > 1 else ""
-    return f"{name}: a parameter group with {names[id(group[0])][0]}{more} is added, as it was in the run"
+def describe_optimizer(
+    optimizer: Optimizer, groups: Sequence[Sequence[Tensor]], names: Mapping[int, Sequence[str]]
+) -> dict[str, Any]:
+    """The class of an optimizer, without its module, which may be renamed, and its parameters.
+
+    Args:
+        optimizer: the optimizer.
+        groups: its groups of parameters.
+        names: the names of each parameter, by its `id`.
+    """
+    inner, own = stepping_part(optimizer), type(optimizer).__qualname__
+    return {
+        "class": own if inner is optimizer else f"{own} of {type(inner).__qualname__}",
+        "names": [[next(iter(names.get(id(parameter), ())), "") for parameter in group] for group in groups],
+        "shapes": [[list(parameter.shape) for parameter in group] for group in groups],
+        "dtypes": [[dtype_name(parameter.dtype) for parameter in group] for group in groups],
+    }
 
 
-def _frozen_changes(names: list[str], change: str) -> list[str]:
-    """A line for parameters that the script has frozen, or trains, other than the run did when it was saved."""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return [f"requires_grad of {names[0]}{more}: {change} (the script's is used)"] if names else []
+def stepping_part(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that steps: one that shards the state over the ranks has another inside."""
+    inner = vars(optimizer).get("optim")
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
+def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that can be written down and compared."""
+    plain = {key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value for key, value in group.items()}
+    return {
+        str(key): list(value) if isinstance(value, tuple) else value
+        for key, value in plain.items()
+        if _is_plain(value) or (isinstance(value, (list, tuple)) and all(map(_is_plain, value)))
+    }
+
+
+def schedule_options(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The options in the state of a schedule that a script sets, if they are plain values."""
+    return {key: value for key, value in state.items() if not key.startswith("_") and key not in PROGRESS and _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _copied_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """As the script has set them; tensors are copied, since a schedule may write into them."""
+    options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+    return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in options.items()}
 
 
 def _names(argument: str, names: Any) -> tuple[str, ...]:

@@ -6,16 +6,18 @@ in a file is only compared, and nothing is imported or called that the run does 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from ignite_train.model.optimizers import each_optimizer
 
-__all__ = ["ComposedTensor", "class_name", "is_composed", "tensor_classes"]
+__all__ = ["ComposedTensor", "class_name", "copied", "is_composed", "tensor_classes"]
 
 
 @runtime_checkable
@@ -33,6 +35,19 @@ class ComposedTensor(Protocol):
 def is_composed(value: Any) -> bool:
     """Whether a value is such a tensor. A sharded one does not count: each rank has its part of it."""
     return isinstance(value, Tensor) and isinstance(value, ComposedTensor) and not isinstance(value, DTensor)
+
+
+def copied(state: Any) -> Any:
+    """A deep copy. Of such tensors their parts are copied, since not every class of them can be cloned."""
+    composed = [leaf for leaf in pytree.tree_leaves(state) if is_composed(leaf)]
+    return copy.deepcopy(state, {id(leaf): _made_of_copies(leaf) for leaf in composed})
+
+
+def _made_of_copies(composed: Any) -> Tensor:
+    names, context = composed.__tensor_flatten__()
+    parts = {name: copied(getattr(composed, name)) for name in names}
+    made: Tensor = type(composed).__tensor_unflatten__(parts, context, composed.shape, composed.stride())
+    return made
 
 
 def class_name(kind: type) -> str:

@@ -1,14 +1,19 @@
-"""Tensors in files: their bytes one after another, and an index with the place and the checksum of each."""
+"""Tensors in files of the format safetensors, which other programs read too.
+
+A file begins with a length in 8 bytes and a header of that length, which has dtype, shape and place of each tensor in JSON; the
+numbers follow, row by row. What the format lacks stands in the index of the rank, in a note on each tensor: its checksum, the
+order of its dimensions in memory, which part of a sharded tensor it is, and a dtype that the format, or the first versions of
+its readers, do not have: then the file has complex numbers as pairs, and others as bytes.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-import stat
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +22,38 @@ import torch
 from torch import Tensor
 
 from ignite_train.checkpoint.disk import Disk
+from ignite_train.checkpoint.file_record import FileRecord, naming, open_regular
+from ignite_train.checkpoint.manifest import checked_json, compact_json
 from ignite_train.checkpoint.shards import Box, Piece
 from ignite_train.checkpoint.tree import DTYPES, dtype_name
 from ignite_train.device.streams import has_streams
+from ignite_train.errors import CheckpointError
 from ignite_train.model.memory_layout import as_bytes
 
-__all__ = [
-    "Entry",
-    "Snapshot",
-    "TensorFile",
-    "await_devices",
-    "check_entries",
-    "holds",
-    "naming",
-    "open_regular",
-    "write_tensors",
-]
+__all__ = ["Entry", "Snapshot", "TensorFile", "await_devices", "check_entries", "holds", "write_tensors"]
 
 _CHUNK_BYTES = 16 * 2**20
+_LENGTH_BYTES = 8  # of the length in front of the header
+_MAX_HEADER_BYTES = 100_000_000  # what the package safetensors reads
+_PLAIN = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+_DTYPE_OF = {stored: name for name, stored in _PLAIN.items()}
+_PAIRS = {"complex32": "F16", "complex64": "F32", "complex128": "F64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +65,9 @@ class Entry:
         shape: of what is stored here.
         start: where that part starts in the whole tensor.
         whole: the shape of the whole tensor.
-        order: the dimensions from the slowest to the fastest, as they lie in the file (and lay in memory).
-        offset: first byte.
-        num_bytes: how many.
-        crc32: of these bytes.
+        order: the dimensions from the slowest to the fastest, as they lie in memory.
+        offset: first byte, counted from the end of the header.
+        crc32: of the bytes.
     """
 
     dtype: str
@@ -58,48 +76,91 @@ class Entry:
     whole: tuple[int, ...]
     order: tuple[int, ...]
     offset: int
-    num_bytes: int
-    crc32: int
+    crc32: int = 0
+
+    @classmethod
+    def of(cls, piece: Piece, offset: int) -> Entry:
+        """That of a piece, without the checksum."""
+        data = piece.data
+        strides = data.stride()
+        order = sorted(range(data.dim()), key=lambda dimension: -strides[dimension])
+        if not data.permute(order).is_contiguous():  # it has gaps, which are not stored
+            order.sort()
+        return cls(dtype_name(data.dtype), tuple(data.shape), piece.box.start, tuple(piece.whole), tuple(order), offset)
 
     @property
     def box(self) -> Box:
         """Which part of the tensor it is."""
         return Box(self.start, self.shape)
 
-    def as_json(self) -> dict[str, Any]:
-        """For the index."""
-        return asdict(self)
+    @property
+    def num_bytes(self) -> int:
+        """How many there are."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def described(self) -> dict[str, Any]:
+        """What the header says of it, as the format has it."""
+        shape = [*self.shape, 2] if self.dtype in _PAIRS else [*self.shape]
+        stored = _PLAIN.get(self.dtype) or _PAIRS.get(self.dtype, "U8")
+        return {"dtype": stored, "shape": shape, "data_offsets": [self.offset, self.offset + self.num_bytes]}
+
+    def note(self, crc32: int) -> dict[str, Any]:
+        """What the index says of it, which the format lacks."""
+        note: dict[str, Any] = {"crc32": crc32}
+        if self.dtype not in _PLAIN:
+            note["dtype"] = self.dtype
+        if self.order != tuple(range(len(self.shape))):
+            note["order"] = self.order
+        if self.shape != self.whole:
+            note |= {"start": self.start, "whole": self.whole}
+        return note
 
     @classmethod
-    def from_json(cls, values: Any) -> Entry:
-        """From an index in a file, which may be forged.
+    def from_json(cls, described: Any, note: Any) -> Entry:
+        """From a header and an index, which may be forged.
 
         Raises:
             ValueError: a field is missing or invalid.
         """
-        if not isinstance(values, dict) or set(values) != set(cls.__slots__):
+        if not isinstance(described, dict) or set(described) != {"dtype", "shape", "data_offsets"}:
+            raise ValueError("the header has unexpected or missing fields")
+        if not isinstance(note, dict) or not {"crc32"} <= set(note) <= {"crc32", "dtype", "order", "start", "whole"}:
             raise ValueError("an index entry has unexpected or missing fields")
-        lists = [values[name] for name in ("shape", "start", "whole", "order")]
-        numbers = [values[name] for name in ("offset", "num_bytes", "crc32")]
-        if not all(isinstance(entries, list) and len(entries) == len(lists[0]) <= 64 for entries in lists):
+        stored, offsets, shape = described["dtype"], _numbers(described["data_offsets"]), _numbers(described["shape"])
+        dtype = note.get("dtype", _DTYPE_OF.get(stored) if isinstance(stored, str) else None)
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise ValueError(f"an index entry has the unknown dtype {dtype!r:.40}")
+        shape = shape[:-1] if dtype in _PAIRS else shape
+        start, whole = _numbers(note.get("start", [0] * len(shape))), _numbers(note.get("whole", [*shape]))
+        order, crc32 = _numbers(note.get("order", [*range(len(shape))])), _numbers([note["crc32"]])[0]
+        if len(offsets) != 2 or not len(start) == len(whole) == len(shape) or sorted(order) != [*range(len(shape))]:
             raise ValueError("an index entry has an invalid shape")
-        if not all(type(number) is int and 0 <= number < 2**63 for entries in [*lists, numbers] for number in entries):
-            raise ValueError("an index entry has an invalid number")
-        if values["dtype"] not in DTYPES:
-            raise ValueError(f"an index entry has the unknown dtype {values['dtype']!r:.40}")
-        shape, start, whole, order = map(tuple, lists)
-        entry = cls(values["dtype"], shape, start, whole, order, *numbers)
-        if math.prod(shape) * DTYPES[entry.dtype].itemsize != entry.num_bytes or sorted(order) != [*range(len(shape))]:
-            raise ValueError("an index entry has a size that does not fit its shape")
+        entry = cls(dtype, shape, start, whole, order, offsets[0], crc32)
+        if described != entry.described():
+            raise ValueError("an index entry has a size or a dtype that does not fit the header")
         if any(first + length > total for first, length, total in zip(start, shape, whole, strict=True)):
             raise ValueError("an index entry reaches beyond its tensor")
         if math.prod(max(1, length) for length in whole) >= 2**60:
             raise ValueError("an index entry has a shape that no memory could hold")
         return entry
 
+    def empty(self) -> Tensor:
+        """A tensor for the numbers, with its order in memory."""
+        tensor = torch.empty([self.shape[dimension] for dimension in self.order], dtype=DTYPES[self.dtype])
+        return tensor.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    """A list of counts from a file."""
+    if not isinstance(values, (list, tuple)) or len(values) > 64:
+        raise ValueError("an index entry has an invalid shape")
+    if not all(type(number) is int and 0 <= number < 2**63 for number in values):
+        raise ValueError("an index entry has an invalid number")
+    return tuple(values)
+
 
 def check_entries(entries: Mapping[str, Entry], size: int) -> None:
-    """Checks that `entries` lie in a file of `size` bytes one after another, without gaps or overlaps.
+    """Checks that the numbers of `entries` take `size` bytes one after another, without gaps or overlaps.
 
     Raises:
         ValueError: they do not.
@@ -110,7 +171,7 @@ def check_entries(entries: Mapping[str, Entry], size: int) -> None:
             raise ValueError(f"index entries overlap or leave a gap at byte {end}")
         end += entry.num_bytes
     if end != size:
-        raise ValueError(f"index entries cover {end} bytes of a file of {size}")
+        raise ValueError(f"index entries cover {end} bytes of {size}")
 
 
 class Snapshot:
@@ -148,46 +209,59 @@ def _empty_copy(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=has_streams(tensor.device))
 
 
-def write_tensors(disk: Disk, path: Path, pieces: Mapping[str, Piece]) -> dict[str, Entry]:
-    """Writes a new file, to the disk, and returns where each tensor is in it."""
-    entries: dict[str, Entry] = {}
-    disk.write_file(path, _parts(pieces, entries))
-    return entries
+def write_tensors(disk: Disk, path: Path, pieces: Mapping[str, Piece]) -> tuple[FileRecord, dict[str, Any]]:
+    """Writes a new file, to the disk. Returns what must be known to read it: its record, and the note on each tensor.
+
+    Raises:
+        CheckpointError: there are too many tensors.
+    """
+    entries, offset = {}, 0
+    for name in sorted(pieces, key=lambda name: -pieces[name].data.itemsize):  # so that each number is aligned
+        entries[name] = entry = Entry.of(pieces[name], offset)
+        offset += entry.num_bytes
+    header, notes = _header(entries), {}
+
+    def parts() -> Iterator[memoryview]:
+        yield memoryview(header)
+        for name, entry in entries.items():
+            crc = 0
+            for block in _blocks(pieces[name].data):
+                part = _bytes(block.contiguous())
+                crc = zlib.crc32(part, crc)
+                yield part
+            notes[name] = entry.note(crc)
+
+    disk.write_file(path, parts())
+    return FileRecord(len(header) + offset, zlib.crc32(header)), notes
 
 
-def _parts(pieces: Mapping[str, Piece], entries: dict[str, Entry]) -> Iterator[memoryview]:
-    """The bytes of `pieces`; notes each in `entries` once they are through."""
-    offset = 0
-    for name, piece in pieces.items():
-        data, order = _dense(piece.data)
-        view, crc = _bytes(data), 0
-        for begin in range(0, len(view), _CHUNK_BYTES):
-            part = view[begin : begin + _CHUNK_BYTES]
-            crc = zlib.crc32(part, crc)
-            yield part
-        shape, start = tuple(piece.data.shape), piece.box.start
-        entries[name] = Entry(dtype_name(data.dtype), shape, start, piece.whole, order, offset, len(view), crc)
-        offset += len(view)
+def _header(entries: Mapping[str, Entry]) -> bytes:
+    text = compact_json({name: entry.described() for name, entry in entries.items()})
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    if len(text) > _MAX_HEADER_BYTES:
+        raise CheckpointError(f"the state has {len(entries)} tensors, whose list is too long for a file; use fewer tensors")
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def holds(path: Path, entries: Mapping[str, Entry], pieces: Mapping[str, Piece]) -> bool:
-    """Whether a file that was written with `entries` is what `write_tensors` would write now, byte for byte.
+def holds(path: Path, record: FileRecord, notes: Mapping[str, Any], pieces: Mapping[str, Piece]) -> bool:
+    """Whether a file that `write_tensors` has written is what it would write now, byte for byte.
 
     The smallest tensors, such as those of the random generators, are compared first: they change soonest.
     """
-    if list(entries) != list(pieces):
+    if notes.keys() != pieces.keys():
         return False
     try:
-        file = TensorFile(path, sum(entry.num_bytes for entry in entries.values()), entries)
+        with closing(TensorFile(path, record, notes)) as file:
+            return all(file.is_same(name, pieces[name]) for name in sorted(pieces, key=lambda name: pieces[name].data.nbytes))
     except (OSError, ValueError):
         return False
-    try:
-        by_size = sorted(pieces, key=lambda name: entries[name].num_bytes)
-        return all(file.is_same(name, pieces[name]) for name in by_size)
-    except OSError:
-        return False
-    finally:
-        file.close()
+
+
+def _blocks(tensor: Tensor) -> Iterator[Tensor]:
+    """Parts of a tensor, on the CPU, of about `_CHUNK_BYTES`, in the order in which they stand in a file."""
+    tensor = tensor.cpu().resolve_conj().resolve_neg()
+    rows = tensor.view(-1) if tensor.is_contiguous() else tensor
+    yield from torch.split(rows, max(1, _CHUNK_BYTES * len(rows) // max(1, rows.nbytes)))
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -196,35 +270,45 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _dense(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The numbers as they lie in memory where they lie densely, and the order of the dimensions there.
-
-    So a channels-last tensor is restored as one, and computations with it take the same path as before.
-    """
-    tensor = tensor.cpu().resolve_conj().resolve_neg()
-    strides = tensor.stride()
-    order = tuple(sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension]))
-    permuted = tensor.permute(order)
-    return (permuted, order) if permuted.is_contiguous() else (tensor.contiguous(), tuple(range(tensor.dim())))
-
-
 class TensorFile:
     """Reads tensors out of one open file, checking each.
 
     Args:
         path: the file. It must be a regular one, not a link.
-        size: bytes it must have.
+        record: its size, and the checksum of its header.
+        notes: what the index says of each tensor.
+
+    Attributes:
         entries: where each tensor is in it.
 
     Raises:
         OSError: it cannot be opened, or is a link.
-        ValueError: it is not a regular file, has another size, or the entries do not fit it.
+        ValueError: it is not what was written, or the notes are not those of its tensors.
     """
 
-    def __init__(self, path: Path, size: int, entries: Mapping[str, Entry]) -> None:
-        self.entries = entries
-        check_entries(entries, size)
-        self._path, self._file = path, open_regular(path, size)
+    def __init__(self, path: Path, record: FileRecord, notes: Mapping[str, Any]) -> None:
+        self._path, self._file = path, open_regular(path, record.size)
+        try:
+            header = self._read_header(record)
+            self._begin = len(header)
+            described = checked_json(header[_LENGTH_BYTES:])
+            if not isinstance(described, dict) or described.keys() != notes.keys():
+                raise ValueError(f"{path.name} has other tensors than its index")
+            self.entries = {name: Entry.from_json(described[name], note) for name, note in notes.items()}
+            check_entries(self.entries, record.size - self._begin)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_header(self, record: FileRecord) -> bytes:
+        """The header and its length."""
+        with naming(self._path):
+            length = int.from_bytes(os.pread(self._file, _LENGTH_BYTES, 0), "little")
+            if length > min(_MAX_HEADER_BYTES, record.size - _LENGTH_BYTES):
+                raise ValueError(f"{self._path.name} has no header")
+            header = os.pread(self._file, _LENGTH_BYTES + length, 0)
+        record.check(self._path, header)
+        return header
 
     def close(self) -> None:
         """Closes the file."""
@@ -242,15 +326,18 @@ class TensorFile:
             ValueError: its bytes are not those that were written.
             OSError: they cannot be read.
         """
-        entry = self.entries[name]
-        tensor = torch.empty([entry.shape[dimension] for dimension in entry.order], dtype=DTYPES[entry.dtype])
-        view, crc, position = _bytes(tensor), 0, entry.offset
-        while len(view):
-            part = self._next(name, view[:_CHUNK_BYTES], position)
-            crc, position, view = zlib.crc32(part, crc), position + len(part), view[len(part) :]
+        entry, crc, position = self.entries[name], 0, 0
+        tensor = entry.empty()
+        for block in _blocks(tensor):
+            numbers = block if block.is_contiguous() else torch.empty(block.shape, dtype=block.dtype)
+            view = _bytes(numbers)
+            while len(view):
+                part = self._next(name, view, position)
+                crc, position, view = zlib.crc32(part, crc), position + len(part), view[len(part) :]
+            if numbers is not block:
+                block.copy_(numbers)
         self._compare(name, crc)
-        inverse = sorted(range(len(entry.order)), key=entry.order.__getitem__)
-        return tensor.permute(inverse)
+        return tensor
 
     def check(self, name: str) -> None:
         """Reads the bytes of this name, any number of them, with one small buffer.
@@ -258,16 +345,17 @@ class TensorFile:
         Raises:
             ValueError: they are not those that were written.
         """
-        entry, crc, done = self.entries[name], 0, 0
-        buffer = memoryview(bytearray(min(_CHUNK_BYTES, entry.num_bytes)))
-        while done < entry.num_bytes:
-            part = self._next(name, buffer[: entry.num_bytes - done], entry.offset + done)
+        size, crc, done = self.entries[name].num_bytes, 0, 0
+        buffer = memoryview(bytearray(min(_CHUNK_BYTES, size)))
+        while done < size:
+            part = self._next(name, buffer[: size - done], done)
             crc, done = zlib.crc32(part, crc), done + len(part)
         self._compare(name, crc)
 
     def _next(self, name: str, buffer: memoryview, position: int) -> memoryview:
+        """What one call reads of a tensor, from its byte `position` on."""
         with naming(self._path):
-            part = buffer[: os.preadv(self._file, [buffer], position)]
+            part = buffer[: os.preadv(self._file, [buffer], self._begin + self.entries[name].offset + position)]
         if not len(part):
             raise ValueError(f"{name} is cut short")
         return part
@@ -282,45 +370,17 @@ class TensorFile:
 
         Raises:
             OSError: the file cannot be read.
+            ValueError: it is cut short.
         """
-        entry = self.entries[name]
-        data, order = _dense(piece.data)
-        found = (dtype_name(data.dtype), tuple(piece.data.shape), piece.box.start, tuple(piece.whole), order)
-        if found != (entry.dtype, entry.shape, entry.start, entry.whole, entry.order):
+        entry, position = self.entries[name], 0
+        if replace(Entry.of(piece, entry.offset), crc32=entry.crc32) != entry:
             return False
-        view, buffer = _bytes(data), bytearray(min(_CHUNK_BYTES, entry.num_bytes))
-        for begin in range(0, len(view), _CHUNK_BYTES):
-            part = view[begin : begin + _CHUNK_BYTES]
-            stored = memoryview(buffer)[: len(part)]
-            if os.preadv(self._file, [stored], entry.offset + begin) != len(part) or not np.array_equal(stored, part):
-                return False
+        buffer = memoryview(bytearray(min(_CHUNK_BYTES, entry.num_bytes)))
+        for block in _blocks(piece.data):
+            view = _bytes(block.contiguous())
+            while len(view):
+                part = self._next(name, buffer[: len(view)], position)
+                if not np.array_equal(part, view[: len(part)]):
+                    return False
+                position, view = position + len(part), view[len(part) :]
         return True
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Adds the path of the file to an error of a call that was given only a descriptor."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def open_regular(path: Path, size: int) -> int:
-    """Opens a regular file of `size` bytes for reading and returns its descriptor.
-
-    Raises:
-        OSError: it cannot be opened, or is a link.
-        ValueError: it is something else, or has another size.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{path.name} is not a regular file")
-        if status.st_size != size:
-            raise ValueError(f"{path.name} has {status.st_size} bytes, it was written with {size}")
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,14 +40,16 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }
 """The dtypes that a stored tensor may have, by name."""
-_PLAIN = (type(None), bool, int, str)  # their values stand for themselves
+_STORABLE = {*DTYPES.values()}
+_PLAIN = {type(None), bool, int, str}  # their values stand for themselves
+_SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", torch.Size: "tuple"}  # and not their subclasses
 KeyPath = tuple[Any, ...]
 """Where a value is: the keys and indices that lead to it, the first of which names the object."""
 
 
 def path_name(path: KeyPath) -> str:
     """How a path is written in files and messages: `optimizer['state'][0]['exp_avg']`."""
-    return str(path[0]) + "".join(f"[{key!r}]" for key in path[1:])
+    return str(path[0]) + "".join(map("[{!r}]".format, path[1:]))
 
 
 class TreeEncoder:
@@ -71,14 +73,11 @@ class TreeEncoder:
         Raises:
             CheckpointError: something in it cannot be stored, or it is too large or too deep; the message says where.
         """
-        self._nodes += 1
-        if len(path) > MAX_DEPTH or self._nodes > MAX_NODES:
-            raise CheckpointError(
-                f"{path_name(path[:4])}... cannot be stored: it is nested deeper than {MAX_DEPTH} or has more than {MAX_NODES} "
-                "values; hold numbers in a tensor, and nothing that contains itself"
-            )
-        if type(value) in _PLAIN:  # as most are; what follows looks at subclasses too, and takes several times as long
+        kind = type(value)
+        if kind in _PLAIN or (kind is float and math.isfinite(value)):
             return value
+        if kind is dict or kind in _SEQUENCES:  # what follows looks at subclasses too, which takes longer
+            return self._encode_container(value, path)
         if isinstance(value, np.bool_):
             return bool(value)
         if isinstance(value, int) or (isinstance(value, np.integer) and value.dtype.kind != "m"):  # a time span has a unit
@@ -89,7 +88,18 @@ class TreeEncoder:
             return str.__str__(value)  # `str` of an enum of strings is the name of its member
         if isinstance(value, (Tensor, np.ndarray)):
             return self._encode_tensor(value, path)
-        return self._encode_container(value, path)
+        if isinstance(value, (bytes, bytearray)):
+            return {"bytes": base64.b64encode(value).decode()}
+        if isinstance(value, complex):
+            return {"complex": self._encode_container([value.real, value.imag], path)}
+        if isinstance(value, torch.dtype):
+            return {"dtype": dtype_name(value)}
+        if isinstance(value, (Mapping, set, frozenset)):
+            return self._encode_container(value, path)
+        raise CheckpointError(
+            f"{path_name(path)} cannot be stored: {describe(value)}; state_dict() must give numbers, strings, tensors, arrays, "
+            "and lists, tuples, sets and dicts of them"
+        )
 
     def encode_whole(self, value: Any, path: KeyPath) -> Any:
         """The tree of `value`, as `encode` gives it; if that fails, nothing of it is kept.
@@ -105,39 +115,31 @@ class TreeEncoder:
             raise
 
     def _encode_container(self, value: Any, path: KeyPath) -> Any:
-        if type(value) is dict or isinstance(value, Mapping):
-            return {"dict": [[self._encode_key(key, path), self.encode(entry, (*path, key))] for key, entry in value.items()]}
-        if type(value) in (list, tuple) and self._are_integers(value, path):  # the state of Python's generator: 625 of them
-            return list(value) if type(value) is list else {"tuple": list(value)}
+        """Of each kind of container. A plain value in it, as most are, costs no call."""
+        is_mapping = type(value) is dict or isinstance(value, Mapping)
+        self._nodes += len(value) * (1 + is_mapping)  # the keys count too
+        if self._nodes >= MAX_NODES or len(path) > MAX_DEPTH - (len(value) > 0):
+            raise CheckpointError(
+                f"{path_name(path[:4])}... cannot be stored: it is nested deeper than {MAX_DEPTH} or has more than {MAX_NODES} "
+                "values; hold numbers in a tensor, and nothing that contains itself"
+            )
+        if is_mapping:
+            pairs = []
+            for key, entry in value.items():
+                known = key if type(key) in _PLAIN else self._encode_key(key, path)
+                is_plain = (kind := type(entry)) in _PLAIN or (kind is float and math.isfinite(entry))
+                pairs.append([known, entry if is_plain else self.encode(entry, (*path, key))])
+            return {"dict": pairs}
+        entries = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else list(value)
+        if not _PLAIN.issuperset(map(type, entries)):  # else it may be the state of Python's generator: 625 integers
+            for index, entry in enumerate(entries):
+                if type(entry) not in _PLAIN and not (type(entry) is float and math.isfinite(entry)):
+                    entries[index] = self.encode(entry, (*path, index))
         if type(value) is list:
-            return [self.encode(entry, (*path, index)) for index, entry in enumerate(value)]
-        if type(value) in (tuple, torch.Size):
-            return {"tuple": [self.encode(entry, (*path, index)) for index, entry in enumerate(value)]}
-        if isinstance(value, (set, frozenset)):
-            kind, entries = "set" if isinstance(value, set) else "frozenset", sorted(value, key=repr)
-            return {kind: [self.encode(entry, (*path, index)) for index, entry in enumerate(entries)]}
-        if isinstance(value, (bytes, bytearray)):
-            return {"bytes": base64.b64encode(value).decode()}
-        if isinstance(value, complex):
-            return {"complex": [self.encode(part, (*path, index)) for index, part in enumerate((value.real, value.imag))]}
-        if isinstance(value, torch.dtype):
-            return {"dtype": dtype_name(value)}
-        raise CheckpointError(
-            f"{path_name(path)} cannot be stored: {describe(value)}; state_dict() must give numbers, strings, tensors, arrays, "
-            "and lists, tuples, sets and dicts of them"
-        )
-
-    def _are_integers(self, values: Sequence[Any], path: KeyPath) -> bool:
-        """Whether all of them are plain integers, which stand for themselves; then they are counted."""
-        if not values or {*map(type, values)} != {int} or len(path) >= MAX_DEPTH or self._nodes + len(values) > MAX_NODES:
-            return False
-        self._nodes += len(values)
-        return True
+            return entries
+        return {_SEQUENCES.get(type(value)) or ("set" if isinstance(value, set) else "frozenset"): entries}
 
     def _encode_key(self, key: Any, path: KeyPath) -> Any:
-        if type(key) in _PLAIN:
-            self._nodes += 1
-            return key
         if isinstance(key, Tensor):
             raise CheckpointError(f"{path_name(path)} cannot be stored: a tensor is a key in it; use numbers or strings")
         return self.encode(key, (*path, "key"))
@@ -149,17 +151,19 @@ class TreeEncoder:
             array = np.require(value, value.dtype.newbyteorder("="), ["C", "W"])
             return {"array": self._keep(torch.from_numpy(array).reshape(value.shape), path)}
         tensor = value.detach()
-        if tensor.layout is not torch.strided or tensor.is_meta or dtype_name(tensor.dtype) not in DTYPES:
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in _STORABLE:
             raise CheckpointError(f"{path_name(path)} cannot be stored: a tensor that is sparse, quantized or without data")
-        if is_composed(tensor):
+        is_plain = type(tensor) is Tensor or isinstance(tensor, DTensor)
+        if not is_plain and is_composed(tensor):
             return self._encode_composed(tensor, path)
-        if not isinstance(tensor, DTensor) and type(tensor) is not Tensor:
+        if not is_plain:
             raise CheckpointError(f"{path_name(path)} cannot be stored: a tensor of type {type(tensor).__name__}")
         return {"tensor": self._keep(tensor, path)}
 
     def _encode_composed(self, tensor: Any, path: KeyPath) -> Any:
         """Its class, dtype and shape, its parts, and what else makes it up."""
         names, context = tensor.__tensor_flatten__()
+        self._nodes += 2  # its parts and its context
         parts = self.encode({name: getattr(tensor, name) for name in names}, path)
         known = [class_name(type(tensor)), dtype_name(tensor.dtype), list(tensor.shape)]
         return {"composed": [*known, parts, self.encode(context, (*path, "context"))]}

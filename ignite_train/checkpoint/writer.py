@@ -1,8 +1,7 @@
-"""Writing checkpoints beside the run: the run waits for a copy of its state, and one thread does the rest."""
+"""Writing checkpoints beside the run, which waits for a copy of its state; one thread writes, commits and removes old ones."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import sys
@@ -28,9 +27,10 @@ __all__ = ["GIVE_UP_AFTER", "CheckpointWriter"]
 
 GIVE_UP_AFTER = 5
 _PATIENCE_SECONDS = 30.0  # for a removal that is under way, when the run breaks off
-_NICENESS = 7  # of the threads beside training, more than that of the process
+_NICENESS = 7  # of the thread beside training, more than that of the process
 _WAITS_FOR_THREADS = _THREAD = "Checkpoint"  # HangWatch looks for the first name in the file where a thread stands
-_NO_SPACE = tuple(f"[Errno {code}]" for code in (errno.ENOSPC, errno.EDQUOT))  # in the text of an error, of whichever rank
+
+_Work = SimpleQueue[Callable[[], None] | None]  # what the thread does, in order; None ends it
 
 _logger = logging.getLogger(__name__)
 
@@ -63,10 +63,11 @@ class CheckpointWriter:
         self._failures = 0  # in a row
         self._snapshot = Snapshot()
         self._group: Any = None
-        self._thread: threading.Thread | None = None  # of a save that may not be durable yet
+        self._work: _Work | None = None
+        self._thread: threading.Thread | None = None
         self._process = os.getpid()  # which started it; a forked one does not have it
-        self._durable = threading.Event()  # or failed
-        self._removing: threading.Thread | None = None  # that of the save before, which may be busy with older ones
+        self._is_pending = False  # a save that the run has not waited for
+        self._durable = threading.Event()  # that save is, or has failed
         self._error: BaseException | None = None
 
     @property
@@ -94,17 +95,21 @@ class CheckpointWriter:
             patience = threading.TIMEOUT_MAX
         finally:
             try:
-                self._await_removal(patience)
+                self._end_thread(patience)
             finally:  # after Ctrl-C in that wait too
                 self._is_held = False
                 self._release()
 
-    def _await_removal(self, patience_seconds: float) -> None:
+    def _end_thread(self, patience_seconds: float) -> None:
         """Returns when the old checkpoints are removed, or when that took too long: the next start removes what is left."""
-        for thread in (self._removing, self._thread if self._durable.is_set() else None):
-            if thread is not None:
-                thread.join(patience_seconds)
-        if not self.directory.removal.wait(patience_seconds):
+        thread, self._thread = self._thread, None
+        if thread is None or self._work is None or self._process != os.getpid():
+            return
+        self._work.put(None)
+        if self._is_pending and not self._durable.is_set():
+            return  # `abandon` has waited for it
+        thread.join(patience_seconds)
+        if thread.is_alive():
             _logger.warning(f"an old checkpoint in {self.directory.path} is still being removed; the next start continues")
 
     def _hold(self) -> None:
@@ -171,23 +176,26 @@ class CheckpointWriter:
         """
         self.wait()
         is_beside = self.asynchronous and not is_last
-        handover: SimpleQueue[Contents | None] = SimpleQueue()
-        self._durable = threading.Event()
-        write = partial(self._write, handover, manifest, self._durable, self._removing, is_held=self._is_held, calm=is_beside)
-        thread = threading.Thread(target=write, name=_THREAD, daemon=True)
-        try:
-            thread.start()  # before the copy: a thread that begins keeps the interpreter from this one for milliseconds
-            self._thread, self._process = thread, os.getpid()
-            if is_beside:
-                contents = replace(contents, pieces=self._snapshot.take(contents.pieces))
-            else:
-                await_devices(contents.pieces)  # the thread that writes does not know the streams of this one
-            handover.put(contents)
-        except BaseException:
-            handover.put(None)
-            raise
+        if is_beside:
+            contents = replace(contents, pieces=self._snapshot.take(contents.pieces))
+        else:
+            await_devices(contents.pieces)  # the thread that writes does not know the streams of this one
+        work = self._started()
+        self._is_pending, self._durable = True, threading.Event()
+        work.put(partial(self._write, contents, manifest, self._durable, is_held=self._is_held))
+        if not self._is_held:
+            work.put(None)
         if not is_beside:
             self.wait(is_last=is_last)
+
+    def _started(self) -> _Work:
+        """The queue of the thread, which runs until the end of a run; outside of a run, for one save."""
+        if self._work is None or self._thread is None or self._process != os.getpid():
+            work: _Work = SimpleQueue()
+            thread = threading.Thread(target=partial(_do, work, calm=self.asynchronous), name=_THREAD, daemon=True)
+            thread.start()
+            self._work, self._thread, self._process = work, thread, os.getpid()
+        return self._work
 
     def wait(self, *, is_last: bool = False) -> None:
         """Returns when nothing is being written any more. While a run holds the directory, older ones may still be removed.
@@ -198,14 +206,12 @@ class CheckpointWriter:
         Raises:
             CheckpointError: the latest save failed, on all ranks alike.
         """
-        if self._process != os.getpid():
-            self._thread = None
-        if self._thread is None:
+        if not self._is_pending or self._process != os.getpid():
             return
         self._durable.wait()
         if not self._is_held:
-            self._thread.join()
-        self._removing, self._thread, error, self._error = self._thread, None, self._error, None
+            self._end_thread(threading.TIMEOUT_MAX)
+        self._is_pending, error, self._error = False, self._error, None
         if error is None:
             self._failures = 0
         else:
@@ -230,7 +236,7 @@ class CheckpointWriter:
 
     def abandon(self, patience_seconds: float) -> None:
         """After an exception: waits for a save that is still being written; its failure is only logged."""
-        if self._thread is None or self._process != os.getpid():
+        if not self._is_pending or self._process != os.getpid():
             return
         if not self._durable.wait(patience_seconds):
             why = "the disk is slow, or other ranks do not answer"
@@ -238,37 +244,27 @@ class CheckpointWriter:
         elif self._error is not None:
             _logger.warning(f"the last checkpoint was not written: {self._error}")
 
-    def _write(
-        self,
-        handover: SimpleQueue[Contents | None],
-        manifest: Manifest,
-        durable: threading.Event,
-        before: threading.Thread | None,
-        *,
-        is_held: bool,
-        calm: bool,
-    ) -> None:
-        """What the thread of a save does.
+    def _write(self, contents: Contents, manifest: Manifest, durable: threading.Event, *, is_held: bool) -> None:
+        """What the thread does for one save.
 
         Args:
-            handover: gives what is written; None if it could not be copied.
+            contents: what is written.
             manifest: see `commit`.
             durable: set when the checkpoint is durable, or has failed; the next save waits for this and for nothing after it.
-            before: the thread of the save before, which may still rename older ones.
             is_held: whether a run holds the directory, until all older ones are removed.
-            calm: whether training continues beside it.
         """
+
+        def note_durable(path: Path) -> None:
+            self.latest = path
+            if is_held:
+                durable.set()
+
         try:
-            if calm:
-                _give_way()
-            if before is not None:
-                before.join()
-            contents = handover.get()
-            if contents is None:
-                return
-            self.directory.removes_later = is_held
-            self._remove_what_is_left()
-            self._commit(contents, manifest, on_durable=lambda path: self._note_durable(path, durable if is_held else None))
+            if self._is_taken_over and collectives.is_main_rank():  # by a process that was killed too early to remove it
+                self.directory.prune(self.retention, newest=self.latest)
+            self._is_taken_over = False
+            exchange = partial(collectives.gather_objects, group=self._group)
+            commit(self.directory, contents, manifest, self.retention, exchange, note_durable)
         except BaseException as error:
             self._error = error
         finally:
@@ -276,30 +272,14 @@ class CheckpointWriter:
                 self._release()
             durable.set()
 
-    def _note_durable(self, path: Path, durable: threading.Event | None) -> None:
-        self.latest = path
-        if durable is not None:
-            durable.set()
 
-    def _commit(self, contents: Contents, manifest: Manifest, *, on_durable: Callable[[Path], None]) -> None:
-        """Writes a checkpoint; once more, if the disk was full while an older one was still being removed. Collective."""
-        exchange = partial(collectives.gather_objects, group=self._group)
-        write = partial(commit, self.directory, contents, manifest, self.retention, exchange, on_durable)
-        removal = self.directory.removal
-        is_removing = not removal.wait(0)
-        try:
-            write()
-        except CheckpointError as error:  # the same on all ranks
-            if not any(text in str(error) for text in _NO_SPACE) or not any(exchange(is_removing)):
-                raise
-            removal.wait()
-            write()
-
-    def _remove_what_is_left(self) -> None:
-        """Once: removes what the process before was killed too early to remove. Each save does so at its end."""
-        if self._is_taken_over and collectives.is_main_rank():
-            self.directory.prune(self.retention, newest=self.latest)
-        self._is_taken_over = False
+def _do(work: _Work, *, calm: bool) -> None:
+    """What the thread is: it does one thing after another. `calm`: training goes first."""
+    if calm:
+        _give_way()
+    while (one := work.get()) is not None:
+        one()
+        del one  # it refers to all that was written
 
 
 def _give_way() -> None:

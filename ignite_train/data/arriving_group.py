@@ -23,6 +23,7 @@ class ArrivingGroup(MutableSequence[Any]):
         size: how many micro-batches the group has, unless the loader ends before.
         is_sized: whether the loader has said so.
         on_complete: called with the group when its last micro-batch has arrived.
+        number: of the group in its pass; see `Held`.
 
     Attributes:
         waiting: makes the `with` in which the loader is waited for; the trainer sets it where that time is measured.
@@ -30,10 +31,17 @@ class ArrivingGroup(MutableSequence[Any]):
     """
 
     def __init__(
-        self, read: Callable[[], Any], size: int, *, is_sized: bool, on_complete: Callable[[ArrivingGroup], None]
+        self,
+        read: Callable[[], Any],
+        size: int,
+        *,
+        is_sized: bool,
+        on_complete: Callable[[ArrivingGroup], None],
+        number: int = 0,
     ) -> None:
         self._arrived: list[Any] = []
         self._num_given = 0  # of them: the others are held while more is read
+        self._number = number
         self._read, self._size, self._is_sized, self._on_complete = read, size, is_sized, on_complete
         self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.drawing: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -91,7 +99,7 @@ class ArrivingGroup(MutableSequence[Any]):
         """Reads until so many micro-batches have arrived, or all of the group."""
         if len(self._arrived) >= min(number, self._size):
             return
-        held = Held(self._arrived[self._num_given :])
+        held = Held(self._arrived[self._num_given :], number=self._number)
         with self.waiting(), self.drawing():
             while len(self._arrived) < min(number, self._size):
                 try:

@@ -17,7 +17,7 @@ from ignite_train.model.random_state import generators_within
 __all__ = ["Seekable", "attributes_of_samplers", "changes", "describe_data", "length_of"]
 
 _KNOWN = ("torch", "torchdata", "ignite", "ignite_train", "builtins")  # packages whose samplers take orders from generators
-_DRAWN = "order drawn from"  # which earlier versions did not describe
+_DRAWN = "order drawn from"
 _MAX_ENTRIES = 100_000  # of a list that is hashed
 
 
@@ -71,8 +71,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, jumps: bool) -
         jumps: whether the position is a number of samples and not of micro-batches.
 
     Returns:
-        Those because of which the rest would miss samples or use some twice, and the harmless ones. An order that is not named
-        was drawn: the samplers of earlier versions knew no other.
+        Those because of which the rest would miss samples or use some twice, and the harmless ones.
     """
     fixed = _has_fixed_order(before) and _has_fixed_order(now)
     harmless = {"drop_last"}
@@ -83,8 +82,6 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, jumps: bool) -
     if fixed and not jumps and "seekable" not in (*before, *now):
         harmless |= {"loader", "sampler", "shuffle"}
     keys = [key for key in {**before, **now} if key != "seekable" and before.get(key) != now.get(key)]
-    if "samples" in keys or "shuffle" in keys:  # which decide about the order too
-        keys = [key for key in keys if key != "order"]
     if _DRAWN not in before or _DRAWN not in now:
         keys = [key for key in keys if key != _DRAWN]
     refused = [_line(key, before, now) for key in keys if key not in harmless]
@@ -197,9 +194,6 @@ def _has_fixed_order(described: Mapping[str, Any]) -> bool:
 
 
 def _line(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    if key == "order":
-        orders = [each.get(key, "drawn") for each in (before, now)]
-        return f"order: {orders[0]!s:.60} -> {orders[1]} (the version that wrote it can finish the epoch)"
     if key == _DRAWN:
         return f"{key}: {before[key]!s:.60} -> {now[key]!s:.60}"
     return f"{key!s:.60}: {before.get(key)!r:.60} -> {now.get(key)!r:.60}"

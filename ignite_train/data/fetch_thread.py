@@ -11,17 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 
 from ignite_train.data.held import Held
-from ignite_train.model.random_state import capture_random_state, restore_random_state
+from ignite_train.model.random_state import NUMPY, PYTHON, RandomState
 
 __all__ = ["FetchThread"]
 
 _PATIENCE_SECONDS = 10.0  # for a sample that is being fetched when the thread must end
 _LOOK_SECONDS = 1.0  # how often a caller that waits looks whether the thread still lives
-_WATCHED = ("torch", "numpy")  # generators that no other thread of the process is likely to draw from
+_NAMES = {id(PYTHON): "python", id(NUMPY): "numpy", id(torch.default_generator): "torch"}
 _logger = logging.getLogger(__name__)
 
 
@@ -61,7 +60,8 @@ class FetchThread(Iterator[Any]):
         shared = self._shared
         if shared.ask():
             self._start()
-        before = None if shared.read or shared.has_ended else _states(*_WATCHED)
+        # Other threads of the process are not likely to draw from NumPy's generator and from torch's.
+        before = None if shared.read or shared.has_ended else RandomState([], [NUMPY])
         element, error = shared.take(self._thread)
         if before is not None:
             self._refuse_draws(before)
@@ -101,12 +101,12 @@ class FetchThread(Iterator[Any]):
             self._shared.dismiss()
 
     def _read_first(self) -> Any:
-        before = capture_random_state(accelerators=False)
+        before = RandomState([], [PYTHON, NUMPY])
         element = next(self._shared.source)
         try:
             self._refuse_draws(before)
         except ValueError:
-            restore_random_state(before)
+            before.restore()
             raise
         self._is_fresh = False
         self._shared.first.add(element)
@@ -118,13 +118,13 @@ class FetchThread(Iterator[Any]):
         self._thread = threading.Thread(target=_as_here(self._shared.run), name=type(self).__name__, daemon=True)
         self._thread.start()
 
-    def _refuse_draws(self, before: dict[str, Any]) -> None:
-        drawn = [name for name, state in _states(*before).items() if not _is_equal(state, before[name])]
-        if drawn:
+    def _refuse_draws(self, before: RandomState) -> None:
+        if drawn := before.moved():
             raise ValueError(
                 f"fetch_in_thread=True needs samples that draw nothing from the generators of the process, got {self._name}, "
-                f"which draws from that of {drawn[0]}: forward would draw from it at the same time; draw from a generator of "
-                "the dataset's own that its seed_sample(seed) seeds, or pass num_workers=1 in place of fetch_in_thread"
+                f"which draws from that of {_NAMES[id(drawn[0])]}: forward would draw from it at the same time; draw from a "
+                "generator of the dataset's own that its seed_sample(seed) seeds, or pass num_workers=1 in place of "
+                "fetch_in_thread"
             )
 
 
@@ -229,17 +229,3 @@ def _as_here(work: Callable[[], None]) -> Callable[[], None]:
             context.run(work)
 
     return work_there
-
-
-def _states(*names: str) -> dict[str, Any]:
-    """The states of the generators of the process that have these names."""
-    states = capture_random_state(accelerators=False)
-    return {name: states[name] for name in names}
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return all(_is_equal(value, other[key]) for key, value in one.items())
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)

@@ -6,6 +6,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
@@ -19,13 +20,14 @@ from ignite_train.data.held import Held
 from ignite_train.data.position import DataPosition, open_loader
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.data.samplers import set_epoch
-from ignite_train.data.stream import Stream
+from ignite_train.data.stream import NoData, Stream
 from ignite_train.ranks import collectives
 
 __all__ = ["POLICIES", "AccumulationSteps", "MicroBatchGrouping", "MicroBatchPass", "Uneven"]
 
 AccumulationSteps = int | Sequence[int] | Callable[[int], int]
-"""Micro-batches to an update: a number, one for each epoch (the last one repeats), or a function of the update's number."""
+"""Micro-batches to an update: a number, one for each epoch (the last one repeats), or a function of the number of the update,
+which counts from 1, as `state.iteration` does."""
 
 Uneven = Literal["all", "shortest", "replay", "error"]
 """What ranks with different numbers of micro-batches do.
@@ -76,7 +78,7 @@ class MicroBatchGrouping:
     ) -> None:
         self._drops_last_group, self.none_is_empty = drops_last_group, none_is_empty
         self._counts_in_step = is_sharded or uneven == "replay"  # the ranks must run forward equally often
-        self._lends = is_sharded and uneven != "replay"
+        self._lends = is_sharded
         self._needs_whole_groups = self._counts_in_step or drops_last_group or none_is_empty
         if none_is_empty and synchronised_norm is not None and uneven != "replay" and collectives.world_size() > 1:
             raise ValueError(
@@ -110,17 +112,7 @@ class MicroBatchGrouping:
             position: what `position` of the pass that did them returned; see `DataPosition`.
         """
         set_epoch(loader, epoch - 1)
-        groups = MicroBatchPass(
-            loader,
-            self._sizes(epoch, first_update),
-            self._uneven,
-            skip,
-            position,
-            drops_last_group=self._drops_last_group,
-            needs_whole_groups=self._needs_whole_groups,
-            none_is_empty=self.none_is_empty,
-            lends=self._lends,
-        )
+        groups = MicroBatchPass(self, loader, self._sizes(epoch, first_update), skip, position)
         if self._synchronised_norm is not None:
             self._check_in_step(self._synchronised_norm, groups.lengths)
         return groups
@@ -189,17 +181,14 @@ class MicroBatchPass:
     """One pass over the data of all ranks: an iterator of groups, empty where only other ranks have micro-batches.
 
     Args:
+        grouping: whose rules it follows.
         loader: this rank's micro-batches.
         size: `size(done)` says how many micro-batches the next group has after `done` groups.
-        uneven: see `Uneven`.
         skip: groups of this epoch that are done already.
         position: the position after them.
-        drops_last_group: see `MicroBatchGrouping`. A stream has no last group.
-        needs_whole_groups: whether a group must be known in full before its update begins.
-        none_is_empty: see `MicroBatchGrouping`.
-        lends: whether a rank that has fewer micro-batches runs those of another one, which all ranks must know of.
 
     Attributes:
+        loader: the same.
         length: how many groups the epoch has, over all ranks; None if unknown.
         lengths: the micro-batches that each rank has left; -1 where unknown.
         more: this rank's vote on another group after the latest; see `RankRequests`.
@@ -210,19 +199,15 @@ class MicroBatchPass:
 
     def __init__(
         self,
+        grouping: MicroBatchGrouping,
         loader: Iterable[Any],
         size: Callable[[int], int],
-        uneven: str,
         skip: int,
         position: Mapping[str, Any],
-        *,
-        drops_last_group: bool = False,
-        needs_whole_groups: bool = True,
-        none_is_empty: bool = False,
-        lends: bool = False,
     ) -> None:
-        self._size, self._done, self._position, self._lends = size, skip, 0, lends
-        self._none_is_empty, self._loader, self._place = none_is_empty, loader, DataPosition(loader)
+        self._grouping, self.loader, self._place = grouping, loader, DataPosition(loader)
+        self._size, self._done, self._position = size, skip, 0
+        self._num_given = 0  # groups, by this object
         self._place.find(position, skip)
         if isinstance(loader, Stream):
             self._place.note(exhausted=False)  # it may begin anywhere, and the first group may have to be read again
@@ -231,14 +216,14 @@ class MicroBatchPass:
             self._before = position.get("micro_batches", sum(map(size, range(skip)))) if skip else 0
         self._announced = length_of(loader)  # what is left
         self._is_stream = isinstance(loader, Stream)
-        self._drops_last_group = drops_last_group and not self._is_stream
+        self._drops_last_group = grouping._drops_last_group and not self._is_stream
         if self._announced is not None:
             self._before = min(self._before, self._announced)
             self._announced -= self._before
         self.lengths = [int(length) for length in collectives.everyones(-1 if self._announced is None else self._announced)]
         self._rank = collectives.rank()
-        self._against = -collectives.world_size() if uneven == "shortest" else 0
-        self.length = loader.updates_per_epoch if isinstance(loader, Stream) else self._agree_on_length(uneven)
+        self._against = -collectives.world_size() if grouping._uneven == "shortest" else 0
+        self.length = loader.updates_per_epoch if isinstance(loader, Stream) else self._agree_on_length()
         self._used = [min(self.lengths)] * len(self.lengths) if self._against else self.lengths  # of each rank's micro-batches
         if self._is_stream:
             self._used = [sys.maxsize] * len(self.lengths)
@@ -246,7 +231,7 @@ class MicroBatchPass:
         self.more = 1
         self._fills_up = collectives.world_size() > 1  # with empty groups, while other ranks have more
         self._looks_ahead = self._fills_up and self.length is None
-        self._groups_arrive = _reads_ahead(loader) and not (needs_whole_groups or self._looks_ahead)
+        self._groups_arrive = _reads_ahead(loader) and not (grouping._needs_whole_groups or self._looks_ahead)
         self._ahead: list[Any] = []  # read for later groups
         self._nothing_behind = False  # the look ahead has found no other group
         self._read = self.num_read = 0  # micro-batches since the position was found, and in the latest group
@@ -257,7 +242,7 @@ class MicroBatchPass:
         self._micro_batches = iter(()) if self._place.at_end else self._opened(loader)
         if self._place.reads_past:
             self._read_past(was_exhausted=position.get("exhausted", False))
-        self._place.found(holds_workers=True)
+        self._place.found()
         if self._looks_ahead:
             self._look_ahead(Held(self._ahead))
 
@@ -268,13 +253,16 @@ class MicroBatchPass:
         begin = self._position
         if self._read != self._announced:  # something is left of the pass
             self._place.check_pass()
-        held = Held(self._ahead)
+        held = Held(self._ahead, number=self._num_given)
+        self._num_given += 1
         group = self._take(held)
         if isinstance(group, list):
             self._note()
         if self.length is not None:
             self.max_micro_batches = min(max(self._used), self._position) - begin
-            if self._lends and (self._none_is_empty or min(self._used) < min(max(self._used), self._position)):
+            if self._grouping._lends and (
+                self._grouping.none_is_empty or min(self._used) < min(max(self._used), self._position)
+            ):
                 self.max_micro_batches = None  # the ranks agree on it when they know what each of them has
         if self._fills_up and isinstance(group, list):
             self._leave_out(group, begin)
@@ -284,28 +272,21 @@ class MicroBatchPass:
         if self._looks_ahead:
             self._look_ahead(held)
         held.check()
-        return [micro_batch for micro_batch in group if micro_batch is not None] if self._none_is_empty else group
+        if not self._grouping.none_is_empty or self._reads_no_data():
+            return group
+        return [micro_batch for micro_batch in group if micro_batch is not None]
 
-    def position(self, done: int) -> dict[str, Any]:
+    def position(self, done: int | None = None) -> dict[str, Any]:
         """The position of this rank after the first `done` groups of the epoch: all that were given, or all but the last."""
-        latest = done >= self._done
-        rounds = self._position if latest else self._position - self._size(done)
+        latest = done is None or done >= self._done
+        rounds = self._position if latest or done is None else self._position - self._size(done)
         given = self._before + self._read - (0 if latest else self.num_read)
-        return self._place.saved(
-            rounds, given, latest=latest or not self._is_noted
-        )  # then the latest note is of the one before
-
-    def position_at_end(self) -> dict[str, Any]:
-        """Where this rank stands after all groups that were given."""
-        return self.position(self._done)
+        # Where the latest group has not arrived, the latest note is of the one before.
+        return self._place.saved(rounds, given, latest=latest or not self._is_noted)
 
     def take_back_opening(self) -> None:
         """Call it where an exception ends the run before the epoch's first update: the next one opens the pass again."""
         self._place.take_back_opening()
-
-    def reads(self, loader: Iterable[Any]) -> bool:
-        """Whether this is a pass over `loader`."""
-        return self._loader is loader
 
     def finish(self) -> None:
         """Ends the epoch. Call it before the position at the end of the epoch is read.
@@ -313,7 +294,6 @@ class MicroBatchPass:
         The loader is exhausted here, since samplers may draw from their generators after the last index, as torch's do.
         """
         self._finished = True
-        self._place.release_workers()
         if self._is_stream:  # it continues in the next epoch
             return
         over = self._ended or (self._looks_ahead and self._nothing_behind)
@@ -349,7 +329,6 @@ class MicroBatchPass:
                     stacklevel=2,
                 )
         self.pause()
-        self._place.release_workers()
         self._micro_batches = iter(())
 
     def pause(self) -> None:
@@ -444,10 +423,10 @@ class MicroBatchPass:
             self._exhausted = len(group) < expected or (expected < size and not self._has_surplus())
             self._note()
 
-        return ArrivingGroup(read, expected, is_sized=self._announced is not None, on_complete=end)
+        return ArrivingGroup(read, expected, is_sized=self._announced is not None, on_complete=end, number=self._num_given)
 
     def _count(self, micro_batch: Any) -> Any:
-        if micro_batch is None and not self._none_is_empty:
+        if micro_batch is None and not (self._grouping.none_is_empty or self._reads_no_data()):
             raise TypeError(
                 "the loader gave None instead of a micro-batch; leave it out, fix the dataset or collate_fn, or pass "
                 "options=UpdateOptions(none_is_empty=True), with which it has no weight"
@@ -456,15 +435,19 @@ class MicroBatchPass:
         self.num_read += 1
         return micro_batch
 
+    def _reads_no_data(self) -> bool:
+        """Whether each micro-batch is a None that forward is called with; `set_data` may change that."""
+        return isinstance(self.loader, Stream) and isinstance(self.loader.data, NoData)
+
     def _look_ahead(self, held: Held) -> None:
         wanted = self._size(self._done) if self._drops_last_group else 1
         self._ahead += self._read_list(max(0, wanted - len(self._ahead)), held)
         self._nothing_behind = len(self._ahead) < wanted
         self.more = self._against if self._nothing_behind else 1
 
-    def _agree_on_length(self, uneven: str) -> int | None:
+    def _agree_on_length(self) -> int | None:
         """Updates of the longest rank, or of the shortest; None if the length of any rank is unknown."""
-        if uneven == "error" and (min(self.lengths) < 0 or len(set(self.lengths)) > 1):
+        if self._grouping._uneven == "error" and (min(self.lengths) < 0 or len(set(self.lengths)) > 1):
             table = ", ".join(f"rank {rank}: {'unknown' if n < 0 else self._before + n}" for rank, n in enumerate(self.lengths))
             raise ValueError(
                 f"data must be equally long on all ranks for uneven='error', got micro-batches on {table}; make the shards "
@@ -483,15 +466,11 @@ def _reads_ahead(loader: Iterable[Any]) -> bool:
     return isinstance(loader, DataLoader) and loader.num_workers > 0
 
 
+@dataclass(frozen=True)
 class _AlwaysSame:
-    """The size of the groups of an epoch, where it is one number.
+    """The size of the groups of an epoch, where it is one number."""
 
-    Args:
-        size: that number.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
+    size: int
 
     def __call__(self, done: int) -> int:  # noqa: ARG002
         """The size of the group after `done` others."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from operator import is_
 from types import FunctionType, ModuleType
 from typing import Any
@@ -13,9 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ignite_train.model.memory_layout import as_bytes
+
 __all__ = ["Held"]
 
 _MOST_PARTS = 64  # of a micro-batch are looked at
+_FEW_GROUPS = 16
 _CHUNKS, _CHUNK_BYTES = 8, 128  # of the contents of an array
 _FEW_BYTES = 1024  # are compared in full
 # The objects of a micro-batch, kept so that no other gets the identity of one; and of each address, version and contents.
@@ -35,16 +37,20 @@ class Held:
 
     Args:
         micro_batches: those that are held already.
+        number: of the group in its pass. A loader that gives an object or its memory again does so from the beginning, so the
+            first 16 groups are looked at, and then each 16th.
     """
 
-    def __init__(self, micro_batches: Iterable[Any] = ()) -> None:
+    def __init__(self, micro_batches: Iterable[Any] = (), *, number: int = 0) -> None:
         self._noted: list[tuple[Any, _Parts]] = []
+        self._looks = number < _FEW_GROUPS or number % _FEW_GROUPS == 0
         for micro_batch in micro_batches:
             self.add(micro_batch)
 
     def add(self, micro_batch: Any) -> None:
         """Notes one that was read."""
-        self._noted.append((micro_batch, _parts(micro_batch)))
+        if self._looks:
+            self._noted.append((micro_batch, _parts(micro_batch)))
 
     def check(self) -> None:
         """Compares all of them with what was noted. Call it when no more is read before they are computed.
@@ -71,7 +77,7 @@ class Held:
 def _parts(micro_batch: Any) -> _Parts:
     """The objects that a micro-batch is made of: containers, what they hold, and the attributes of other objects.
 
-    It is asked twice for each micro-batch, so usual containers and usual tensors cost no call of their own.
+    It is asked twice for each micro-batch, so usual containers cost no call of their own.
     """
     found, facts, seen, left = list[Any](), list[tuple[int, int, bytes]](), set[int](), [micro_batch]
     while left and len(found) < _MOST_PARTS:
@@ -81,9 +87,8 @@ def _parts(micro_batch: Any) -> _Parts:
         if kind is Tensor or isinstance(value, Tensor):
             facts.append(_of_tensor(value))
         elif isinstance(value, np.ndarray):
-            strides = None if value.flags.c_contiguous else list(value.strides)
             address = value.ctypes.data
-            facts.append((address, 0, _sample(address, value.shape, value.itemsize, strides) if value.size else b""))
+            facts.append((address, 0, _of_array(value)))
         else:
             facts.append(_NO_MEMORY)
             if value is None or isinstance(value, _OPAQUE) or id(value) in seen:
@@ -95,20 +100,16 @@ def _parts(micro_batch: Any) -> _Parts:
 
 def _of_tensor(tensor: Tensor) -> tuple[int, int, bytes]:
     version = 0 if tensor.is_inference() else tensor._version
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+    is_usual = not (tensor.is_nested or tensor.is_meta or tensor.is_quantized)
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or not is_usual:
         return 0, version, b""
     address = tensor.data_ptr()
     if not tensor.is_cpu:
         return address, version, b""
     if tensor.is_contiguous():
-        num_bytes = tensor.nbytes
-        if num_bytes <= _FEW_BYTES:
-            return address, version, ctypes.string_at(address, num_bytes) if num_bytes else b""
-        return address, version, _sample(address, (num_bytes,), 1, None)
-    if not tensor.numel():
-        return address, version, b""
-    size = tensor.element_size()
-    return address, version, _sample(address, tensor.shape, size, [size * stride for stride in tensor.stride()])
+        return address, version, _bytes_at(address, tensor.nbytes)
+    places = torch.linspace(0, tensor.numel() - 1, min(tensor.numel(), _CHUNKS), dtype=torch.float64).long()
+    return address, version, as_bytes(tensor.detach().take(places).resolve_conj().resolve_neg()).numpy().tobytes()
 
 
 def _within(value: Any) -> Iterable[Any]:
@@ -141,30 +142,19 @@ def _marks(parts: _Parts) -> set[tuple[str, int]]:
     return {("object", id(part)) for part, _ in own} | {("address", address) for _, address in own if address}
 
 
-def _sample(address: int, shape: Sequence[int], size: int, strides: Sequence[int] | None) -> bytes:
-    """Bytes from all over an array.
+def _bytes_at(address: int, num_bytes: int) -> bytes:
+    """All bytes of a small block of memory, and some from all over a large one."""
+    if num_bytes <= _FEW_BYTES:
+        return ctypes.string_at(address, num_bytes) if num_bytes else b""
+    last = num_bytes - _CHUNK_BYTES
+    return b"".join(ctypes.string_at(address + last * k // (_CHUNKS - 1), _CHUNK_BYTES) for k in range(_CHUNKS))
 
-    Args:
-        address: of the first element.
-        shape: of the array.
-        size: of an element, in bytes.
-        strides: in bytes; None if it is contiguous.
-    """
-    num_elements = math.prod(shape)
-    if strides is None:
-        num_bytes = num_elements * size
-        if num_bytes <= _FEW_BYTES:
-            return ctypes.string_at(address, num_bytes)
-        last = num_bytes - _CHUNK_BYTES
-        return b"".join(ctypes.string_at(address + last * k // (_CHUNKS - 1), _CHUNK_BYTES) for k in range(_CHUNKS))
-    elements = []
-    for k in range(min(num_elements, _CHUNKS)):
-        index, offset = (num_elements - 1) * k // max(1, min(num_elements, _CHUNKS) - 1), 0
-        for length, stride in zip(shape[::-1], strides[::-1], strict=True):
-            index, place = divmod(index, length)
-            offset += place * stride
-        elements.append(ctypes.string_at(address + offset, size))
-    return b"".join(elements)
+
+def _of_array(array: np.ndarray[Any, Any]) -> bytes:
+    if array.flags.c_contiguous:
+        return _bytes_at(array.ctypes.data, array.nbytes)
+    places = np.linspace(0, array.size - 1, min(array.size, _CHUNKS)).astype(np.int64)
+    return bytes(array.flat[places].tobytes())
 
 
 def _changed_error() -> ValueError:

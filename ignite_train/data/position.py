@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
-from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -27,9 +26,7 @@ from ignite_train.ranks import collectives
 
 __all__ = ["DataPosition", "how_exact", "open_loader"]
 
-_being_read: WeakSet[Any] = WeakSet()  # the iterators of loaders with persistent workers whose pass is not over
 _logger = logging.getLogger(__name__)
-_GENERATORS_ONCE_LISTED = ("generator", "sampler.generator", "batch_sampler.generator")  # without names, in older checkpoints
 
 
 @runtime_checkable
@@ -46,15 +43,7 @@ def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
 
     A DataLoader draws a seed when it starts its workers. Persistent workers start once in a process, so that the first pass of
     a resumed process would draw once more than the same pass did before. That seed is drawn from a copy of the generator.
-
-    Raises:
-        ValueError: a trainer is in the middle of a pass over it, which this one would end because both have the same workers.
     """
-    if isinstance(loader, DataLoader) and loader._iterator is not None and loader._iterator in _being_read:
-        raise ValueError(
-            f"data must not be the {type(loader).__name__} of which a trainer is in the middle of a pass: its workers are "
-            "persistent and make one pass at a time, so that the samples that are left would be missed; pass another loader"
-        )
     if not isinstance(loader, DataLoader) or not loader.persistent_workers or loader._iterator is not None:
         return iter(loader)
     own = loader.generator
@@ -78,6 +67,7 @@ def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
     workers = loader.num_workers if isinstance(loader, DataLoader) else 0
     doubts, note = [], ""
     if isinstance(loader, _Stateful):
+        note = f"resuming is as exact as the state that the {kind} gives: a buffer that shuffles a stream may not be in it"
         if workers:
             doubts.append(
                 f"the state of the {kind} does not include the random generators of its workers: what a dataset draws there "
@@ -86,7 +76,7 @@ def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
     elif _is_stream(loader):
         doubts.append(
             f"the {kind} cannot save its position: resuming reads past what was done and is exact only if the stream gives the "
-            "same data again; use a ResumableLoader, or define state_dict and load_state_dict"
+            "same data again, as one does that draws nothing at random or is seeded; if it does not, use a ResumableLoader"
         )
     else:
         note = f"resuming reads the {kind} again up to its position; a ResumableLoader jumps there"
@@ -127,8 +117,8 @@ class DataPosition:
         self._first_sample = 0
         self._opening: dict[str, Any] = {}
         self._before_opening: dict[str, Any] = {}  # the generators, where the pass begins at its start
-        self._generators: list[Any] = [None, None]  # of a stateful loader, before and after the latest group
-        self._states: list[Any] = [None, None]  # of a stateful loader, before and after the latest group
+        # Of a stateful loader, before and after the latest group: its state, and the generators that it holds.
+        self._notes: list[tuple[Any, dict[str, Any] | None]] = [(None, None), (None, None)]
         self._exhausted = False  # whether the loader was exhausted after the latest group
         self._own_after: Any = {}  # its own generators once the position is found
         self._generators_before: dict[str, Any] | None = None
@@ -151,7 +141,6 @@ class DataPosition:
             self._find(saved, skip)
 
     def _find(self, saved: Mapping[str, Any], skip: int) -> None:
-        self.release_workers()  # of a pass that was broken off before its first group
         self._compare(saved, in_epoch=skip > 0)
         if skip:
             self._generators_before = generators = capture_random_state()
@@ -170,15 +159,9 @@ class DataPosition:
             self._set_own_generators(saved["opening"]["own"])
             self._opening = saved["opening"]
 
-    def found(self, *, holds_workers: bool = False) -> None:
-        """Call it once the groups were read past: finding the position leaves the random generators unchanged.
-
-        Args:
-            holds_workers: refuse another pass over a loader with persistent workers, until `release_workers`.
-        """
-        if holds_workers:
-            self._pass = _pass_of(self._loader)
-            self.hold_workers()
+    def found(self) -> None:
+        """Call it once the groups were read past: finding the position leaves the random generators unchanged."""
+        self._pass = _pass_of(self._loader)
         if self._generators_before is not None:
             restore_random_state(self._generators_before)
             with self._refusing():
@@ -198,16 +181,6 @@ class DataPosition:
                 f"{type(error).__name__}: {' '.join(str(error).split()):.300}; start in another directory"
             ) from error
 
-    def hold_workers(self) -> None:
-        """Refuses another pass over a loader with persistent workers, until `release_workers`.
-
-        Raises:
-            ValueError: another pass over it was begun since then, which has ended this one.
-        """
-        self.check_pass()
-        if self._pass is not None:
-            _being_read.add(self._loader._iterator)  # type: ignore[attr-defined]  # a DataLoader has it
-
     def check_pass(self) -> None:
         """Call it where something is left of the pass.
 
@@ -222,13 +195,8 @@ class DataPosition:
             )
 
     def is_pass_broken(self) -> bool:
-        """Whether persistent workers make another pass by now, which `open_loader` does not see where a user begins it."""
+        """Whether persistent workers make another pass by now, which has ended this one."""
         return self._pass is not None and _pass_of(self._loader) is not self._pass
-
-    def release_workers(self) -> None:
-        """Call it when the pass is over."""
-        if isinstance(self._loader, DataLoader) and self._loader._iterator is not None:
-            _being_read.discard(self._loader._iterator)
 
     def take_back_opening(self) -> None:
         """Puts the generators back to what they were before the pass was opened, at the start of an epoch."""
@@ -240,8 +208,7 @@ class DataPosition:
         self._exhausted = exhausted
         if self._stateful is not None:
             state = copy.deepcopy(self._stateful.state_dict())  # some loaders change the object that they have given
-            self._states = [self._states[1], state]
-            self._generators = [self._generators[1], self._own_generators()]
+            self._notes = [self._notes[1], (state, self._own_generators())]
 
     def saved(self, rounds: int, given: int, *, latest: bool) -> dict[str, Any]:
         """The position in plain types.
@@ -257,23 +224,19 @@ class DataPosition:
             return position | {"samples": self._first_sample + rounds * self._seekable.samples_per_round}
         position |= {"micro_batches": given, "exhausted": self._exhausted and latest}
         if self._stateful is not None:
-            state = {"loader": self._states[latest]}
-            if self._generators[latest] is not None:
-                state["generators"] = self._generators[latest]
-            return position | state | {"opening": self._opening}
+            state, generators = self._notes[latest]
+            own = {} if generators is None else {"generators": generators}
+            return position | {"loader": state, **own, "opening": self._opening}
         if isinstance(self._loader, DataLoader):
             position["workers"], position["samplers"] = self._loader.num_workers, attributes_of_samplers(self._loader)
         return position | {"opening": self._opening}
 
     def _compare(self, saved: Mapping[str, Any], *, in_epoch: bool) -> None:
         """Refuses another loader within an epoch, on all ranks if any of them has one; at the start of an epoch it warns."""
-        described = saved.get("description")
-        if not isinstance(described, Mapping):  # written by an earlier version, or a run that does not resume
-            if not (saved and in_epoch):
-                return
-            described = {key: value for key, value in self._description.items() if key != "order"}  # it had no other than drawn
+        if not saved:
+            return
         jumps = self._seekable is not None and "samples" in saved
-        refused, harmless = changes(described, self._description, jumps=jumps)
+        refused, harmless = changes(saved["description"], self._description, jumps=jumps)
         accepted = not in_epoch or saved.get("on_changed_data") == "warn"
         harmless += self._changed_generators(saved)
         if accepted:
@@ -292,8 +255,8 @@ class DataPosition:
 
     def _changed_generators(self, saved: Mapping[str, Any]) -> list[str]:
         """A line where the dataset has lost a generator whose state was saved, or got one for which none was."""
-        before, now = saved.get("generators"), self._find_own_generators()
-        if not isinstance(before, Mapping) or saved.get("world_size") != collectives.world_size():
+        before, now = saved["generators"], self._find_own_generators()
+        if saved["world_size"] != collectives.world_size():
             return []
         names = [", ".join(name for name in each if name.startswith("dataset.")) or "none" for each in (before, now)]
         return [f"generators of the dataset: {names[0]:.200} -> {names[1]:.200}"] if names[0] != names[1] else []
@@ -313,16 +276,16 @@ class DataPosition:
                 f"{type(self._loader).__name__}; or resume from a checkpoint of the end of an epoch"
             )
         if self._stateful is not None and self._has_state_of_same_kind(saved):
-            self._opening = dict(saved.get("opening", {}))
-            self._set_own_generators(self._opening.get("own", {}))  # its sampler may be opened again and read past
+            self._opening = dict(saved["opening"])
+            self._set_own_generators(self._opening["own"])  # its sampler may be opened again and read past
             self._stateful.load_state_dict(copy.deepcopy(saved["loader"]))
-            self._states, self._own_after = [saved["loader"], saved["loader"]], saved["generators"]
+            self._notes, self._own_after = [(saved["loader"], None)] * 2, saved["generators"]
             self.at_end = saved["exhausted"]
             if self.at_end:  # do not read on: some loaders have begun the next pass, others would repeat one
                 open_loader(self._loader)
             return
         self.reads_past = True
-        self._warn_of_another_loader(saved)
+        self._warn_of_other_workers(saved)
 
     def _go_to_the_start(self, saved: Mapping[str, Any]) -> None:
         """Puts back the state and the generators of a loader, which depend on earlier passes."""
@@ -345,15 +308,9 @@ class DataPosition:
 
     def _has_state_of_same_kind(self, saved: Mapping[str, Any]) -> bool:
         """Whether there is the state of a loader, and not one that another kind of loader has written."""
-        described = saved.get("description", self._description)  # that of an earlier version has none
-        return saved.get("loader") is not None and described["loader"] == self._description["loader"]
+        return saved.get("loader") is not None and saved["description"]["loader"] == self._description["loader"]
 
-    def _warn_of_another_loader(self, saved: Mapping[str, Any]) -> None:
-        kind = type(self._loader).__name__
-        if saved and "opening" not in saved and "description" not in saved:
-            _logger.warning(
-                f"another kind of loader was used before: the {kind} may repeat samples that were done, or miss others"
-            )
+    def _warn_of_other_workers(self, saved: Mapping[str, Any]) -> None:
         before, now = saved.get("workers"), self._loader.num_workers if isinstance(self._loader, DataLoader) else None
         if before is not None and now is not None and before != now:
             _logger.warning(
@@ -380,10 +337,8 @@ class DataPosition:
     def _own_generators(self) -> dict[str, Any]:
         return {name: get_generator_state(generator) for name, generator in self._find_own_generators().items()}
 
-    def _set_own_generators(self, states: Any) -> None:
+    def _set_own_generators(self, states: Mapping[str, Any]) -> None:
         found = self._find_own_generators()
-        if isinstance(states, list):
-            states = dict(zip((name for name in _GENERATORS_ONCE_LISTED if name in found), states, strict=False))
         for name, state in states.items():
             if name in found:
                 set_generator_state(found[name], state)

@@ -102,7 +102,7 @@ class ResumableLoader(DataLoader[Any]):
         if batches is None:
             if not isinstance(shuffle, bool):
                 raise TypeError(
-                    f"shuffle must be True or False, got {describe(shuffle)}; or pass batches=TokenBudgetSampler(...)"
+                    f"shuffle must be given, as True or False, got {describe(shuffle)}; or pass batches=TokenBudgetSampler(...)"
                 )
             self._order = sampler = _KeySampler(dataset, shuffle=shuffle, seed=seed)
             options |= {"batch_size": positive_int("batch_size", batch_size), "sampler": sampler, "drop_last": drop_last}

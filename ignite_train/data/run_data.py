@@ -8,7 +8,7 @@ from typing import Any
 from ignite_train.arguments import describe, positive_int
 from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.data.grouping import MicroBatchGrouping, MicroBatchPass
-from ignite_train.data.stream import Stream
+from ignite_train.data.stream import NoData, Stream
 from ignite_train.engine.limits import refuse_ended_iterator, refuse_used_iterator
 from ignite_train.engine.progress import Progress
 from ignite_train.ranks import collectives
@@ -52,21 +52,34 @@ class RunData:
 
     # --- the data of a run
 
-    def begin_run(self, data: Iterable[Any], epoch_length: int | None) -> None:
-        """Takes the data of a run that begins. The stream of the run before continues if it reads the same data."""
-        length = None if epoch_length is None else positive_int("epoch_length", epoch_length)
-        if self.stream is not None and self.stream.data is data and self._groups is not None:
-            self.stream.updates_per_epoch = length or self.stream.updates_per_epoch
-        else:
-            self.stream = None if length is None else Stream(data, length, self._on_pass_ended)
+    def begin_run(self, data: Iterable[Any] | None, epoch_length: int | None) -> None:
+        """Takes the data of a run that begins. The stream of the run before continues if it reads the same data.
 
-    def refuse_used_iterator(self, data: Iterable[Any], max_epochs: int | None) -> None:
+        Raises:
+            ValueError: there is no data, and no length of an epoch, now or from the run before.
+        """
+        length = None if epoch_length is None else positive_int("epoch_length", epoch_length)
+        if self.stream is not None and self._groups is not None and self._reads(self.stream, data):
+            self.stream.updates_per_epoch = length or self.stream.updates_per_epoch
+        elif data is None and length is None:
+            raise ValueError(
+                "data must be a loader of micro-batches, got None; for a forward that needs no data pass epoch_length=..., the "
+                "number of updates in an epoch"
+            )
+        else:
+            self.stream = None if length is None else Stream(NoData() if data is None else data, length, self._on_pass_ended)
+
+    @staticmethod
+    def _reads(stream: Stream, data: Iterable[Any] | None) -> bool:
+        return stream.data is data or (data is None and isinstance(stream.data, NoData))
+
+    def refuse_used_iterator(self, data: Iterable[Any] | None, max_epochs: int | None) -> None:
         """Refuses an iterator that the run would have to read more than once.
 
         Raises:
             TypeError: it is one, and more than one pass is needed.
         """
-        if self.stream is None:
+        if self.stream is None and data is not None:
             half_read = self._progress.epoch_open and data is self._state.dataloader and self._kept is None
             refuse_used_iterator(data, max_epochs, half_read=half_read)
 
@@ -92,7 +105,7 @@ class RunData:
         if self._kept is not None:
             self._kept[1].pause()
 
-    def expected_length(self, data: Iterable[Any]) -> int | None:
+    def expected_length(self, data: Any) -> int | None:
         """Updates of the epoch that begins next, if that can be known before its pass."""
         source = data if self.stream is None else self.stream
         epoch = self._state.epoch + (not self._progress.epoch_open)
@@ -108,7 +121,7 @@ class RunData:
         if self._groups is None:
             return self._place
         if self._progress.epoch_open and not self._pass_is_opened:  # the latest pass is that of the epoch before
-            return self._groups.position_at_end()
+            return self._groups.position()
         return self._groups.position(self._progress.iterations_in_epoch)
 
     def load_position(self, position: Mapping[str, Any], *, on_changed_data: str = "raise") -> None:
@@ -128,7 +141,7 @@ class RunData:
 
     # --- a pass
 
-    def open(self, data: Iterable[Any]) -> MicroBatchPass:
+    def open(self, data: Any) -> MicroBatchPass:
         """Opens the pass of the epoch, after the updates of it that are done, or continues the one that was kept."""
         source = data if self.stream is None else self.stream
         kept, self._kept = self._kept, None
@@ -139,7 +152,7 @@ class RunData:
             return self._opened(kept[1])
         skip, epoch = self._progress.epoch_iteration, self._state.epoch
         first_update = self._state.iteration + 1 - skip
-        broken_off = self._pass_is_opened and self._groups is not None and self._groups.reads(source)
+        broken_off = self._pass_is_opened and self._groups is not None and self._groups.loader is source
         position = self.position() if skip or self._groups is None or broken_off else {}
         position = {**position, "on_changed_data": self._on_changed_data} if position else {}
         return self._opened(self.grouping(source, epoch=epoch, first_update=first_update, skip=skip, position=position))

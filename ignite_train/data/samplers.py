@@ -10,7 +10,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Sampler
 
 from ignite_train.arguments import describe, whole_number
-from ignite_train.data.epoch_order import Order, epoch_order, is_drawn
+from ignite_train.data.epoch_order import Order, epoch_order
 from ignite_train.ranks import collectives
 
 __all__ = ["HasEpoch", "ShardedSampler", "samplers_of", "set_epoch"]
@@ -100,9 +100,8 @@ class ShardedSampler(Sampler[int]):
         self._start = min(samples, self._length)
 
     def describe(self) -> dict[str, Any]:
-        """What the order depends on, in plain types; `order` is there if it is computed, which earlier versions did not do."""
-        described = {"samples": self._length, "shuffle": self._shuffle, "seed": self._seed}
-        return described | ({"order": "computed"} if self._shuffle and not is_drawn(self._length) else {})
+        """What the order depends on, in plain types."""
+        return {"samples": self._length, "shuffle": self._shuffle, "seed": self._seed}
 
     def __repr__(self) -> str:
         rank = f"rank {collectives.rank()} of {collectives.world_size()}"

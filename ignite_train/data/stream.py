@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import repeat
 from typing import Any
 
 from ignite_train.data.description import length_of
@@ -10,7 +11,19 @@ from ignite_train.data.fetch_thread import FetchThread
 from ignite_train.data.position import DataPosition, open_loader
 from ignite_train.data.samplers import set_epoch
 
-__all__ = ["Stream"]
+__all__ = ["NoData", "Stream"]
+
+
+class NoData:
+    """The data of a run without data: a None for each micro-batch, without end. It can begin anywhere, as `Seekable`."""
+
+    samples_per_round = 1
+
+    def __iter__(self) -> Iterator[None]:
+        return repeat(None)
+
+    def seek(self, samples: int) -> None:
+        """There is no place to go to."""
 
 
 class Stream:
@@ -43,8 +56,6 @@ class Stream:
         self._is_broken = False  # reading has raised an error, so that the iterator may be past what it did not give
 
     def __iter__(self) -> Iterator[Any]:
-        if self._micro_batches is not None and self._place is not None and self._given != self._length:
-            self._place.hold_workers()  # which the end of a run has released
         return self
 
     def __next__(self) -> Any:
@@ -55,8 +66,6 @@ class Stream:
             if micro_batch is not self:
                 self._given += 1
                 self._since_found += 1
-                if self._given == self._length and self._place is not None:
-                    self._place.release_workers()  # none is left
                 return micro_batch
             self._end_pass()
         raise StopIteration
@@ -80,11 +89,9 @@ class Stream:
         self._given, self._since_found, self._start = 0, 0, {}
 
     def pause(self) -> None:
-        """Ends the thread that reads the loader, if there is one, and releases its workers; `iter` holds those again."""
+        """Ends the thread that reads the loader, if there is one; reading on starts another."""
         if isinstance(self._micro_batches, FetchThread):
             self._micro_batches.pause()
-        if self._place is not None:
-            self._place.release_workers()
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, in plain types."""
@@ -130,14 +137,12 @@ class Stream:
             for _ in range(self._given):
                 next(self._micro_batches, None)
         self._length = length_of(self.data)
-        self._place.found(holds_workers=self._given != self._length)
+        self._place.found()
 
     def _end_pass(self) -> None:
         """Begins another pass if there can be one: the pass gave something and can be repeated, or the data was replaced."""
         data, was_empty = self.data, self._given == 0
         self._passes += 1
-        if self._place is not None:
-            self._place.release_workers()
         self._given, self._micro_batches = 0, None
         self._ended = was_empty or isinstance(data, Iterator)
         self._on_pass_ended()  # which may call `replace`

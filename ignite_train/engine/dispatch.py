@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import traceback
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
-from typing import Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from ignite.engine import CallableEventWithFilter, Engine, EventEnum, EventsList, RemovableEventHandle
 from ignite.engine import State as IgniteState
@@ -18,7 +20,18 @@ from ignite_train.arguments import did_you_mean, settings_of
 from ignite_train.engine.sections import Sections, unmeasured
 from ignite_train.events import Event, EveryNth
 
-__all__ = ["Attachable", "Dispatcher", "Stage", "Stateful", "add_counters", "attached", "call", "entries", "stateful_handlers"]
+__all__ = [
+    "Attachable",
+    "Dispatcher",
+    "Stage",
+    "Stateful",
+    "add_counters",
+    "attached",
+    "call",
+    "entries",
+    "is_of_library",
+    "stateful_handlers",
+]
 
 
 _IGNITES_EVERY_NTH = CallableEventWithFilter.every_event_filter(1).__code__
@@ -48,6 +61,7 @@ class Attachable:
     """A handler that only its own `attach` may put on events; see `Handler`.
 
     Attributes:
+        unattached: the classes of all handlers that were made and not attached, by the number of the handler.
         is_attaching: whether its `attach` is running.
         is_collective: whether it waits for other ranks, so that all of them must attach one; compared when a run starts.
         same_on_all_ranks: whether its state is the same on all ranks, or sharded over them, so that a checkpoint holds it once.
@@ -57,6 +71,7 @@ class Attachable:
             are attached, if that order may change.
     """
 
+    unattached: ClassVar[dict[int, str]] = {}
     is_attaching = False
     is_collective = False
     same_on_all_ranks = False
@@ -68,6 +83,27 @@ class Attachable:
 
     def paths_that_may_differ(self) -> Iterable[tuple[str, ...]]:
         """Keys in the state of what may differ between ranks although a checkpoint holds it once, from rank 0."""
+        return ()
+
+    def scores(self) -> Iterable[tuple[Engine, str | None]]:
+        """The evaluators at which it looks, each with the name of the metric that it needs there, if it needs one."""
+        return ()
+
+    def runs(self) -> Iterable[Engine]:
+        """The evaluators that it runs."""
+        return ()
+
+    @property
+    def latest(self) -> Path | None:
+        """The checkpoint that it has read or written last, if it does so."""
+        return None
+
+    def improves(self, evaluator: Engine) -> bool:  # noqa: ARG002  # for subclasses
+        """Whether what `evaluator` has just found is better than all before."""
+        return False
+
+    def rows_at_end(self) -> Iterable[tuple[str, str]]:
+        """Rows of the table at the end of a run: the name of each, `"time"`, `"best"` or `"files"`, and its text."""
         return ()
 
 
@@ -85,13 +121,12 @@ class Dispatcher(Engine):
         process: called with the engine and a batch; what it returns becomes `state.output`.
 
     Attributes:
-        handlers_token: another object whenever a handler was attached or removed, so that what was chosen by the handlers that
-            there are is chosen again. It is no counter, which a trainer that is put back would count twice.
+        handlers_token: another object whenever a handler was attached or removed, so that choices which depend on the handlers
+            are made again. It is not a counter, which a trainer that is put back would count twice.
     """
 
     def __init__(self, process: Callable[[Any, Any], Any]) -> None:
         self.handlers_token = object()
-        self._registered: set[str] = set()
         self._stateful: dict[str, Stateful] = {}  # handlers with a state to save, by the name of their class
         self._stages: dict[Any, list[tuple[Callable[..., Any], Stage]]] = {}  # by event, for handlers that do not react
         self._stage = Stage.REACT  # of what `add_event_handler` adds
@@ -103,7 +138,6 @@ class Dispatcher(Engine):
     def register_events(self, *event_names: Any, event_to_attr: dict[Any, str] | None = None) -> None:
         """Adds events that can be fired; `event_to_attr` names the state attribute that their filters look at."""
         super().register_events(*event_names, event_to_attr=event_to_attr)
-        self._registered |= {event.name if isinstance(event, EventEnum) else event for event in event_names}
         for event in event_names:  # the key is what is fired, not an equal with a filter, and is found by identity
             self._event_handlers.setdefault(event, [])
 
@@ -193,12 +227,14 @@ class Dispatcher(Engine):
 
     def _fire_event(self, event_name: Any, *event_args: Any, **event_kwargs: Any) -> None:
         self.last_event_name = event_name
-        _call_all(self._event_handlers.get(event_name, []), self.state, event_args, event_kwargs)
+        handlers = self._event_handlers.get(event_name, [])
+        _call_all(handlers, self.state, event_args, event_kwargs, _first_due(handlers, self.state))
 
     def _assert_allowed_event(self, event_name: Any) -> None:
         name = event_name if isinstance(event_name, str) else getattr(event_name, "name", repr(event_name))
-        if name not in self._registered:
-            hint = did_you_mean(name, self._registered)
+        known = {event.name if isinstance(event, EventEnum) else event for event in self._allowed_events}
+        if name not in known:
+            hint = did_you_mean(name, known)
             raise ValueError(f"event must be one registered on this {type(self).__name__}, got {name!r}{hint}")
 
     def _handler_wrapper(self, handler: Callable[..., Any], event_name: Any, event_filter: Any) -> Callable[..., Any]:
@@ -210,7 +246,8 @@ class Dispatcher(Engine):
         self.state.get_event_attrib_value(event_name)  # raises an error if the event has no counter
         engine, attribute = weakref.proxy(self), self.state.event_to_attr[event_name]
         if (number := _number_of(event_filter)) is not None:
-            return _EveryNthHandler(handler, engine, attribute, number)
+            early = event_filter.early if isinstance(event_filter, EveryNth) else frozenset()
+            return _EveryNthHandler(handler, engine, attribute, number, early)
 
         @functools.wraps(handler)
         def filtered(*args: Any, **kwargs: Any) -> None:
@@ -229,16 +266,18 @@ class _EveryNthHandler:
         engine: a proxy, so that engine and handler do not form a cycle.
         attribute: the counter, an attribute of the engine's state.
         number: n.
+        early: counts at which it is due too.
     """
 
-    def __init__(self, handler: Callable[..., Any], engine: Any, attribute: str, number: int) -> None:
+    def __init__(self, handler: Callable[..., Any], engine: Any, attribute: str, number: int, early: frozenset[int]) -> None:
         functools.update_wrapper(self, handler, updated=())
-        self.engine, self.attribute, self.number = engine, attribute, number
+        self.engine, self.attribute, self.number, self.early = engine, attribute, number, early
         self._parent = weakref.ref(handler)  # by which Ignite finds the handler
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Calls the handler if it is due."""
-        if getattr(self.engine.state, self.attribute) % self.number == 0:
+        count = getattr(self.engine.state, self.attribute)
+        if count % self.number == 0 or count in self.early:
             self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]  # set by `update_wrapper`
 
 
@@ -267,16 +306,24 @@ def entries(engine: Engine, event: Any) -> tuple[Any, ...]:
     return tuple(engine._event_handlers.get(event, ()))
 
 
-def attached(engine: Engine) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
+def attached(engine: Engine) -> list[tuple[Any, Any, tuple[Any, ...]]]:
     """What is attached to an engine, which may be a stock one of Ignite.
 
-    Yields:
+    Returns:
         Of each handler its event, itself without a filter, and its arguments apart from the engine.
     """
+    found: list[tuple[Any, Any, tuple[Any, ...]]] = []
     for event, entries in engine._event_handlers.items():
         for handler, args, kwargs in entries:
-            given = (*args, *kwargs.values())
-            yield event, inspect.unwrap(handler), tuple(value for value in given if not isinstance(value, weakref.ref))
+            given = args[1:] if args and isinstance(args[0], weakref.ref) else args  # such a reference is to the engine
+            found.append((event, inspect.unwrap(handler), (*given, *kwargs.values())))
+    return found
+
+
+def is_of_library(handler: Any) -> bool:
+    """Whether a handler is one of ours, and no function or class of the script's or of another library."""
+    owner = handler.__self__ if isinstance(handler, types.MethodType) else handler
+    return str(owner.__module__).startswith("ignite_train.")
 
 
 def stateful_handlers(engine: Engine) -> dict[str, Stateful]:
@@ -325,12 +372,14 @@ def _first_due(handlers: list[Any], state: Any, place: int = 0) -> int:
     """The place of the first handler that is due, from `place` on, or the place behind the last."""
     for index in range(place, len(handlers)):
         handler = handlers[index][0]
-        if type(handler) is not _EveryNthHandler or getattr(state, handler.attribute) % handler.number == 0:
+        if type(handler) is not _EveryNthHandler:
+            return index
+        if (count := getattr(state, handler.attribute)) % handler.number == 0 or count in handler.early:
             return index
     return len(handlers)
 
 
-def _call_all(handlers: list[Any], state: Any, event_args: tuple[Any, ...], event_kwargs: Any, place: int = 0) -> None:
+def _call_all(handlers: list[Any], state: Any, event_args: tuple[Any, ...], event_kwargs: Any, place: int) -> None:
     """Calls `handlers` as they are when each has its turn, as in Ignite: one may add others, or replace those that follow.
 
     One that removes itself hides no other, because Ignite's `remove_event_handler` makes a new list.
@@ -340,10 +389,10 @@ def _call_all(handlers: list[Any], state: Any, event_args: tuple[Any, ...], even
         state: that of their engine, which has the counters.
         event_args: given to each, behind the engine.
         event_kwargs: likewise, by name.
-        place: that of the first one; those before it are not due.
+        place: the index of the first handler that is due.
     """
     known = tuple(handlers)
-    while (place := _first_due(handlers, state, place)) < len(handlers):
+    while place < len(handlers):
         entry, length = handlers[place], len(handlers)
         call(entry, event_args, event_kwargs)
         if len(handlers) > length and handlers[place] is not entry:  # it has added some that stand before it
@@ -352,7 +401,7 @@ def _call_all(handlers: list[Any], state: Any, event_args: tuple[Any, ...], even
                 if not any(added is other for other in known):
                     call(added, event_args, event_kwargs)
             known = tuple(handlers)
-        place += 1
+        place = _first_due(handlers, state, place + 1)
 
 
 def call(entry: tuple[Any, tuple[Any, ...], dict[str, Any]], event_args: tuple[Any, ...], event_kwargs: Any) -> None:
@@ -363,14 +412,23 @@ def call(entry: tuple[Any, tuple[Any, ...], dict[str, Any]], event_args: tuple[A
         first, args = (args[0](),), args[1:]
     try:
         handler(*first, *event_args, *args, **(kwargs | event_kwargs if event_kwargs else kwargs))
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         _explain(error, handler)
         raise
 
 
 def _explain(error: Exception, handler: Any) -> None:
-    """Adds a note where a metric of Ignite's could not read `state.output`, which by default is not a pair."""
-    if isinstance(handler, types.MethodType) and handler.__name__ == "iteration_completed" and "unpack" in str(error):
+    """Adds a note where a metric of Ignite's could not read `state.output`, and where a gradient is None by then."""
+    if isinstance(error, AttributeError):
+        last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+        if error.obj is None and "grad" in last.f_code.co_names:
+            error.add_note(
+                "gradients are cleared at the end of an update; read trainer.gradients() in TrainEvents.GRADIENTS_READY, or "
+                "pass UpdateOptions(keep_gradients=True)"
+            )
+        return
+    cannot_unpack = any(words in str(error) for words in ("unpack", "not iterable"))
+    if isinstance(handler, types.MethodType) and handler.__name__ == "iteration_completed" and cannot_unpack:
         error.add_note(
             f"{type(handler.__self__).__name__} reads state.output, which is not a pair (y_pred, y) here; in an evaluation let "
             "forward return ForwardOutput(..., outputs=(y_pred, y)); in training call attach_metric(trainer, metric, name)"

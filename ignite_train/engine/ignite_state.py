@@ -28,13 +28,22 @@ def from_ignite_state(state_dict: Mapping[str, Any], accumulation_steps: Any) ->
         ValueError: the engine did not stop between two updates, or a number is missing or out of range, or two contradict.
         TypeError: a number is not an integer.
     """
+    if state_dict["epoch_length"] is None:
+        raise ValueError(
+            "state_dict['epoch_length'] must be a number of batches, got None; save a state of a run that has begun"
+        )
     length = positive_int("state_dict['epoch_length']", state_dict["epoch_length"])
     if not isinstance(accumulation_steps, int):
         raise ValueError(
             "accumulation_steps must be a number to continue from a state of Ignite, whose counters are of batches, got "
             f"{accumulation_steps!r}; load it into a trainer with accumulation_steps=N, save that, and resume from it"
         )
-    batches = _batches(state_dict, length)
+    given = [key for key in ("iteration", "epoch") if key in state_dict]
+    if len(given) != 1:
+        raise ValueError(f"state_dict must have one of the keys 'iteration' and 'epoch', got {given or sorted(state_dict)}")
+    batches = state_dict[given[0]]
+    if given == ["epoch"] and isinstance(batches, int):
+        batches *= length
     if not isinstance(batches, int) or isinstance(batches, bool) or batches < 0:
         raise ValueError(f"state_dict['iteration'] must be a number of batches, at least 0, got {batches!r}")
     epochs, in_epoch = divmod(batches, length)
@@ -63,15 +72,6 @@ def _updates_of(batches: int, length: int, accumulation_steps: int) -> int:
     """Updates in which so many batches are done, from the beginning of a run; the last group of an epoch may be smaller."""
     epochs, in_epoch = divmod(batches, length)
     return epochs * -(-length // accumulation_steps) - (-in_epoch // accumulation_steps)
-
-
-def _batches(state_dict: Mapping[str, Any], length: int) -> Any:
-    """How many batches were done; it is the caller who looks whether that is a number of batches."""
-    given = [key for key in ("iteration", "epoch") if key in state_dict]
-    if len(given) != 1:
-        raise ValueError(f"state_dict must have one of the keys 'iteration' and 'epoch', got {given or sorted(state_dict)}")
-    value = state_dict[given[0]]
-    return value * length if given == ["epoch"] and isinstance(value, int) else value
 
 
 def _limits(state_dict: Mapping[str, Any], batches: int, epochs: int) -> tuple[Any, Any]:

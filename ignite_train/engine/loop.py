@@ -11,11 +11,9 @@ from typing import Any, Protocol
 from ignite.engine import Events
 
 from ignite_train.engine.dispatch import Dispatcher, call, entries
-from ignite_train.engine.limits import checked_limits
 from ignite_train.engine.progress import Progress
-from ignite_train.state import TrainState
 
-__all__ = ["Batches", "Loop", "SessionLoop"]
+__all__ = ["Batches", "Loop"]
 
 _END = object()
 # Of each iteration: firing one without handlers takes about as long as finding it in its class.
@@ -24,7 +22,7 @@ _ITERATION_STARTED, _ITERATION_COMPLETED = Events.ITERATION_STARTED, Events.ITER
 
 
 class Batches(Protocol):
-    """One pass over the data: an iterator.
+    """An iterator over the data: one pass.
 
     Attributes:
         length: how many batches it will give; None if unknown.
@@ -68,16 +66,19 @@ class Loop(Dispatcher):
         self.on_exit: list[Callable[[], object]] = []
         self.progress = Progress()
 
-    def _expected_length(self, data: Iterable[Any]) -> int | None:  # noqa: ARG002  # for subclasses
+    def _expected_length(self, data: Any) -> int | None:  # noqa: ARG002  # for subclasses
         """Iterations of the epoch that begins next, if that can be known before its pass over the data."""
         return None
 
-    def _open(self, data: Iterable[Any]) -> Batches:
+    def _open(self, data: Any) -> Batches:
         """Starts the pass of the open epoch over the data, after the `_epoch_iteration` batches that are done."""
         raise NotImplementedError
 
-    def run(self, data: Iterable[Any]) -> Any:  # type: ignore[override]  # subclasses take what Ignite's takes
+    def run(self, data: Iterable[Any] | None) -> Any:  # type: ignore[override]  # subclasses take what Ignite's takes
         """Runs epochs until a limit of the state is reached or the run is stopped.
+
+        Args:
+            data: what `_open` opens. With None, GET_BATCH_STARTED and GET_BATCH_COMPLETED do not fire.
 
         Returns:
             The state.
@@ -102,8 +103,8 @@ class Loop(Dispatcher):
         return state
 
     @contextmanager
-    def _between_events(self, data: Iterable[Any] | None) -> Iterator[None]:
-        """What a run is from STARTED to its closing events, or to EXCEPTION_RAISED. `data` is None without epochs."""
+    def _between_events(self, data: Iterable[Any] | None, *, has_epochs: bool = True) -> Iterator[None]:
+        """A run from STARTED to its closing events, or to EXCEPTION_RAISED."""
         self.progress.refuse_nested_run()
         state, progress, started = self.state, self.progress, time.perf_counter()
         self.should_terminate = self.should_interrupt = False
@@ -115,10 +116,10 @@ class Loop(Dispatcher):
         try:
             for callback in self.on_enter:
                 callback(self)
-            if data is not None:
+            if has_epochs:
                 self._take_up_stops(between_updates=True)
             if not self.progress.epoch_open:
-                state.epoch_length = None if data is None else self._expected_length(data) or state.epoch_length
+                state.epoch_length = (self._expected_length(data) or state.epoch_length) if has_epochs else None
             if not continues:
                 self.fire_event(Events.STARTED)
             yield
@@ -138,6 +139,18 @@ class Loop(Dispatcher):
             with ExitStack() as at_exit:  # an error of one leaves none out
                 for function in reversed(self.on_exit):
                     at_exit.callback(function)
+
+    @contextmanager
+    def session(self) -> Iterator[Any]:
+        """A run without epochs, in which iterations are done on request."""
+        with self._between_events(None, has_epochs=False):
+            self.progress.session_open = True
+            self.begin_section("between_updates")
+            try:
+                yield self.state
+            finally:
+                self.progress.session_open = False
+                self.begin_section("handler")
 
     def _begin_epoch(self) -> None:
         """Begins an epoch, or continues the one that a call of `run` has left open. Handlers may replace the data."""
@@ -166,7 +179,8 @@ class Loop(Dispatcher):
             while not (over or self.progress.stops or self._reached_max_iters()):
                 state.batch = None  # not held while the next one is fetched
                 self.begin_section("data")
-                self.fire_event(_GET_BATCH_STARTED)
+                if state.dataloader is not None:
+                    self.fire_event(_GET_BATCH_STARTED)
                 state.batch = self._fetch(batches)
                 if state.batch is _END:
                     state.batch, over = None, True
@@ -178,7 +192,7 @@ class Loop(Dispatcher):
             whole = True
         finally:
             self.progress.reading = False
-            stopped = whole and self.progress.epoch_open and self._stopping()
+            stopped = whole and self.progress.epoch_open and (self.should_terminate or self.should_interrupt)
             if not (stopped and self._keeps_open(batches)):
                 batches.close(whole=whole)
 
@@ -192,7 +206,8 @@ class Loop(Dispatcher):
     def _iterate(self) -> None:
         """Runs one iteration on `state.batch`, which handlers before it may replace."""
         state = self.state
-        self.fire_event(_GET_BATCH_COMPLETED)
+        if state.dataloader is not None:
+            self.fire_event(_GET_BATCH_COMPLETED)
         state.iteration += 1
         self.progress.iterating, self.progress.settled = True, False
         self.fire_event(_ITERATION_STARTED)
@@ -206,11 +221,11 @@ class Loop(Dispatcher):
 
     def _take_up_stops(self, *, between_updates: bool = False) -> None:  # noqa: ARG002  # for subclasses
         """Has what was asked for take effect. Called after each iteration and each epoch, and where a run is entered."""
-        self.progress.stops = self._stopping()
+        self.progress.stops = bool(self.should_terminate or self.should_interrupt)
         self.progress.epoch_ends = self.progress.epoch_iteration > 0 and bool(self.should_terminate_single_epoch)
 
     def _batch(self) -> Any:
-        """What the running iteration works on: `state.batch`, as handlers may have replaced it."""
+        """The batch of the running iteration: `state.batch`, as handlers may have replaced it."""
         return self.state.batch
 
     def _close_epoch(self, started: float) -> None:
@@ -242,9 +257,6 @@ class Loop(Dispatcher):
         """For those who gave the engine a logger, as Ignite's users do with `setup_logger`; else it is for debugging."""
         level = logging.DEBUG if self.logger is logging.getLogger("ignite_train") else logging.INFO
         self.logger.log(level, message)
-
-    def _stopping(self) -> bool:
-        return bool(self.should_terminate or self.should_interrupt)
 
     def _epoch_is_over(self, batches: Batches) -> bool:
         over = batches.length is not None and self.progress.epoch_iteration >= batches.length
@@ -278,124 +290,9 @@ class Loop(Dispatcher):
             self.progress.epoch_iteration += self.progress.epoch_open
             return
         self.state.iteration -= self.progress.iterating
-        if (
-            self.progress.epoch_iteration > 0 and not self.progress.epoch_ends
-        ):  # EPOCH_STARTED does not ask again, the others do
+        # EPOCH_STARTED does not ask again, the other events do.
+        if self.progress.epoch_iteration > 0 and not self.progress.epoch_ends:
             self.should_terminate_single_epoch = False
-
-
-class SessionLoop(Loop):
-    """A loop that also does single iterations on request: in a session, which has no epochs and reads no data, or without."""
-
-    state: TrainState
-
-    def __init__(self, process: Callable[[Any, Any], Any]) -> None:
-        super().__init__(process)
-        self._has_warned_of_session = False
-
-    @property
-    def in_session(self) -> bool:
-        """Whether a session is open: from after its STARTED to before its closing events."""
-        return self.progress.session_open
-
-    @property
-    def is_iterating(self) -> bool:
-        """Whether an iteration is under way, of a run or on request: handlers of its events find the state half changed."""
-        return self.progress.iterating or self.progress.updating
-
-    @contextmanager
-    def session(self, *, max_iters: int | None = None) -> Iterator[TrainState]:
-        """What a run is from STARTED to its closing events, with iterations on request between them.
-
-        Args:
-            max_iters: the limit. None: the one that was given before, if any.
-
-        Yields:
-            The state.
-        """
-        self._begin_session(max_iters)
-        with self._between_events(None):
-            self.progress.session_open = True
-            try:
-                yield self.state
-            finally:
-                self.progress.session_open = False
-
-    def update(self, batch: Any) -> Any:
-        """Does one iteration on `batch`. After an exception the counters are those before it, unless it has had its effect."""
-        self._refuse_update()
-        self._warn_of_no_session()
-        self.state.batch = self._begin_update(batch)
-        self.progress.updating = self.progress.iterating = True
-        self.progress.settled = False
-        self.state.iteration += 1
-        try:
-            self.fire_event(Events.ITERATION_STARTED)
-            self.process(self, self._batch())
-            self.progress.iterating = False
-            self.fire_event(Events.ITERATION_COMPLETED)
-        finally:
-            self._take_back()
-            self.progress.updating = self.progress.iterating = False
-            self.state.batch = None
-            self.begin_section("handler")
-
-    def _begin_session(self, max_iters: int | None) -> None:
-        """Sets the limits of a session that begins: None is the limit that was given before, if any.
-
-        Raises:
-            RuntimeError: `run` has left an epoch open.
-            ValueError: `max_iters` is below 1 or below what was done already.
-        """
-        state = self.state
-        if self.progress.epoch_open:
-            raise RuntimeError(
-                f"session was opened in the middle of epoch {state.epoch}, which run has left after update "
-                f"{state.iteration}; end the epoch with run first"
-            )
-        state.max_epochs = None
-        state.max_iters = state.max_iters if max_iters is None else checked_limits(state, None, max_iters)[1]
-
-    def _begin_update(self, batch: Any) -> Any:
-        """What the iteration that was asked for works on."""
-        return batch
-
-    def _refuse_update(self) -> None:
-        """Raises where no iteration can be asked for.
-
-        Raises:
-            RuntimeError: a stop was asked for, or the limit is reached; or it is asked for inside a handler of its own run or
-                iteration, or while `run` has left an epoch open.
-        """
-        state = self.state
-        if self.progress.session_open and not self.progress.updating:
-            if self._stopping():
-                raise RuntimeError(
-                    "update was called after a request to stop; leave the loop where trainer.should_terminate is set"
-                )
-            if self._reached_max_iters():
-                raise RuntimeError(f"update was called after max_iters={state.max_iters} updates; raise session's max_iters")
-            return
-        if self.progress.running or self.progress.updating:
-            raise RuntimeError("update was called inside a handler of its own run or update; call it from another trainer's")
-        if self.progress.epoch_open:
-            raise RuntimeError(
-                f"update was called in the middle of epoch {state.epoch}, which run has left after update "
-                f"{state.iteration}; end the epoch with run first"
-            )
-
-    def _warn_of_no_session(self) -> None:
-        """Says once what takes no part, where something would."""
-        if (
-            not self.progress.session_open
-            and not self._has_warned_of_session
-            and (self.on_enter or self.has_handlers(Events.STARTED))
-        ):
-            self._has_warned_of_session = True
-            self.logger.warning(
-                "update was called without a session, in which STARTED, COMPLETED, FailureBoard, HangWatch and whatever else "
-                "begins and ends with a run have no part; write: with trainer.session(): ..."
-            )
 
 
 def _clock(seconds: float) -> str:

@@ -1,8 +1,8 @@
-"""How far a run is: what is open and under way, and which part of the whole is done."""
+"""Progress of a run: its open parts, and the share of the whole that is done."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ignite_train.state import TrainState
@@ -41,6 +41,8 @@ class Progress:
         data_ended: the pass of the epoch before has ended in this run, or before its interrupt, by itself.
         interrupted: the latest run was ended by `interrupt`, and the next one continues it.
         ended: the latest run has come to its closing events.
+        micro_batches_before: `state.num_micro_batches` before the running update.
+        warned: what was warned about and is not said again.
     """
 
     running: bool = False
@@ -57,6 +59,8 @@ class Progress:
     data_ended: bool = False
     interrupted: bool = False
     ended: bool = False
+    micro_batches_before: int = 0
+    warned: set[str] = field(default_factory=set)
 
     @property
     def iterations_in_epoch(self) -> int:

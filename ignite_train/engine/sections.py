@@ -11,7 +11,7 @@ import torch
 
 __all__ = ["RANGES", "SECTIONS", "Sections", "unmeasured"]
 
-SECTIONS = ("data", "forward", "backward", "reduction", "optimizer", "handler", "evaluation", "checkpoint")
+SECTIONS = ("data", "forward", "backward", "reduction", "optimizer", "handler", "evaluation", "checkpoint", "between_updates")
 """The sections of a run, of which exactly one is under way at each moment:
 
 - data: opening the loader and waiting for it, once the first update of an epoch is due;
@@ -19,8 +19,9 @@ SECTIONS = ("data", "forward", "backward", "reduction", "optimizer", "handler", 
 - backward: backward, with the reductions that overlap it;
 - reduction: what is left to reduce after the last backward, the sums over ranks, the norm, the decision;
 - optimizer: the step or skip, and the end of the update;
-- handler: handlers of any event, and what lies between two updates of a session;
-- evaluation, checkpoint: of the handlers, those that evaluate and save.
+- handler: handlers of any event;
+- evaluation, checkpoint: of the handlers, those that evaluate and save;
+- between_updates: what the script does in a session, outside of `update`.
 """
 
 unmeasured: Callable[[str], object] = dict[str, None]().get

@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -26,11 +27,11 @@ from ignite_train.device.to_device import ToDevice
 from ignite_train.engine.limits import checked_loader
 from ignite_train.engine.loop import Loop
 from ignite_train.evaluation.uneven_metrics import metrics_published_at, uneven_metrics
-from ignite_train.forward import BoundForward, Forward, ForwardOutput, as_forward_output, bind_forward
-from ignite_train.model.first_forward import FirstForward
+from ignite_train.forward import TERM, BoundForward, Forward, ForwardOutput, as_forward_output, bind_forward
 from ignite_train.model.forward_state import ForwardState
-from ignite_train.model.loss_declaration import check_forward
+from ignite_train.model.loss_declaration import FirstForward, check_forward
 from ignite_train.model.precision import Precision, PrecisionName
+from ignite_train.other_words import answers_other_words
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import RankRequests
 from ignite_train.ranks.placeholders import borrowed_micro_batch
@@ -44,9 +45,9 @@ __all__ = ["Evaluator", "create_evaluator", "kept_state"]
 class Evaluator(Loop):
     """An Ignite engine that runs `forward` without gradients over a loader; `create_evaluator` makes it.
 
-    After `run`, `state.metrics` has `"loss"` = Σloss / Σsample_size and, for each log, Σlog / Σsample_size: a count of correct
-    answers becomes the accuracy. A log with a denominator of its own is divided by the sum of that; NaN if that is 0. All sums
-    are over all ranks, reduced once at the end.
+    After `run`, `state.metrics` has `"loss"` = Σloss / Σsample_size (of a loss with several terms, the sum of their means) and,
+    for each log, Σlog / Σsample_size: a count of correct answers becomes the accuracy. A log with a denominator of its own is
+    divided by the sum of that; NaN if that is 0. All sums are over all ranks, reduced once at the end.
 
     `state.forward_output` is the `ForwardOutput` of the latest micro-batch. `state.output` is its `outputs`, which Ignite's
     metrics read, or the `ForwardOutput` itself where it has none. A placeholder, which a rank runs after its data has ended, is
@@ -62,22 +63,18 @@ class Evaluator(Loop):
         self.model = unwrap(model)
         this = weakref.proxy(self)
         bound = bind_forward(forward, lambda: this.state)
-        self.forward: BoundForward = FirstForward(
-            bound, nullcontext, lambda one: this._check(bound, one), lambda one: this._use(one)
-        )
+
+        def check(micro_batch: Any) -> list[str]:
+            return check_forward(this.model, bound, micro_batch, carried=this.state.carried, precision=this.precision)
+
+        self.forward: BoundForward = FirstForward(bound, nullcontext, check, partial(setattr, this, "forward"))
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.transfer, self.precision = ToDevice(device), Precision(precision, device)
         self.statistics = Statistics(device)
         self._limit: int | None = None
         self.on_enter.append(lambda _: collectives.broadcast_buffers(this.model))
-        self._uneven: Uneven = "replay" if uneven == "all" and isinstance(model, FSDPModule) else uneven
-
-    def _check(self, forward: BoundForward, micro_batch: Any) -> list[str]:
-        """Looks at the first micro-batch."""
-        return check_forward(self.model, forward, micro_batch, carried=self.state.carried, precision=self.precision)
-
-    def _use(self, forward: BoundForward) -> None:
-        self.forward = forward
+        self._is_sharded = isinstance(model, FSDPModule)
+        self._uneven: Uneven = "replay" if uneven == "all" and self._is_sharded else uneven
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.model).__name__}, {self.precision.name})"
@@ -134,7 +131,7 @@ class Evaluator(Loop):
         opened = open_loader(data)
         micro_batches: Iterator[Any] = islice(opened, self._limit)
         if self._uneven != "all":
-            micro_batches = _in_step(micro_batches, self._uneven, self._run_placeholder)
+            micro_batches = _in_step(micro_batches, self._uneven, self._run_placeholder, lends=self._is_sharded)
         return _Whole(micro_batches, opened)
 
     def _run_placeholder(self, micro_batch: Any) -> None:
@@ -172,6 +169,8 @@ class Evaluator(Loop):
         for name, value in totals.logs.items():
             weight = totals.log_weights.get(name, totals.sample_size)
             self.state.metrics[name] = value / weight if weight else math.nan
+        if terms := [name for name in totals.logs if name.startswith(TERM) and totals.log_weights[name]]:
+            self.state.metrics["loss"] = sum(self.state.metrics[name] for name in terms)
 
 
 class _Whole:
@@ -196,13 +195,17 @@ class _Whole:
             self._opened.pause()
 
 
-def _in_step(micro_batches: Iterator[Any], uneven: Uneven, run_placeholder: Callable[[Any], None]) -> Iterator[Any]:
+def _in_step(
+    micro_batches: Iterator[Any], uneven: Uneven, run_placeholder: Callable[[Any], None], *, lends: bool
+) -> Iterator[Any]:
     """Has every rank run forward equally often, because it has collectives. Collective, once for each micro-batch.
 
     Args:
         micro_batches: those of this rank.
         uneven: what to do where some ranks have fewer.
         run_placeholder: runs forward on a micro-batch that does not count.
+        lends: whether that is what another rank runs at the same time, so that all use the same sharded modules; or else the
+            latest of this rank.
 
     Raises:
         ValueError: one rank has run out and another has not, and `uneven` is `"error"`.
@@ -220,8 +223,8 @@ def _in_step(micro_batches: Iterator[Any], uneven: Uneven, run_placeholder: Call
                 "the shards equally long, or pass uneven='shortest' or uneven='replay' to create_evaluator"
             )
         dummy = dummy if lacks else micro_batch
-        if number == 1 and some_lack:
-            dummy = borrowed_micro_batch(dummy)
+        if some_lack and (lends or number == 1):
+            dummy = borrowed_micro_batch(micro_batch)
         if lacks:
             run_placeholder(dummy)
         else:
@@ -271,6 +274,7 @@ def kept_state(evaluator: Engine) -> Iterator[None]:
         evaluator.state = state
 
 
+@answers_other_words
 def create_evaluator(
     model: nn.Module, forward: Forward, *, precision: PrecisionName = "fp32", uneven: Uneven = "all"
 ) -> Evaluator:
@@ -286,7 +290,7 @@ def create_evaluator(
         uneven: what ranks with different numbers of micro-batches do. With `"all"` each evaluates its own, without a collective
             until the end; a `forward` with collectives of its own then hangs (SyncBatchNorm has none in eval mode). The other
             values cost a small collective for each micro-batch. With `"replay"` ranks that ran out run forward on a
-            placeholder that does not count, as sharded models always do. With `"shortest"` all stop when the first rank runs
+            placeholder that does not count, as with sharded models always. With `"shortest"` all stop when the first rank runs
             out, so that samples are left out. With `"error"` unequal numbers are an error.
 
     Returns:

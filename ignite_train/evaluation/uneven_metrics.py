@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import reduce
 from types import MethodType
 from typing import Any, NamedTuple
@@ -41,13 +41,11 @@ def metrics_published_at(engine: Engine, event: Any) -> dict[str, Metric]:
 def uneven_metrics(engine: Engine) -> Iterator[None]:
     """Within it, the metrics that `engine` publishes at EPOCH_COMPLETED are those of the samples of all ranks. Collective.
 
-    Ignite's metrics reduce themselves when they compute: numbers and tensors by `idist.all_reduce`, predictions by
-    `idist.all_gather`; some are computed by rank 0, which sends the result by `idist.broadcast`. The first two need the same
-    shape on each rank, and a rank without data has no shape, or raises an error while the others wait. Here such a rank gets
-    zeros and empty tensors of the others' shapes, and predictions are gathered from ranks that differ in length. What was
-    changed in a metric is put back. An error on one rank is raised on all. It costs one gathering of small objects for all
-    metrics together, one for each, and one for each tensor that a metric gathers or sends; nothing in a single process or
-    without metrics.
+    Ignite's metrics reduce themselves when they compute, by collectives that need the same shape on each rank; a rank without
+    data has no shape, or raises an error while the others wait. Here such a rank gets zeros and empty tensors of the others'
+    shapes, and predictions are gathered from ranks that differ in length. What was changed in a metric is put back. An error on
+    one rank is raised on all. It costs one gathering of small objects for all metrics together, one for each, and one for each
+    tensor that a metric gathers or sends; nothing in a single process or without metrics.
 
     Raises:
         ValueError: the ranks attached different metrics, or the state of one has different shapes that cannot be added; the
@@ -58,38 +56,23 @@ def uneven_metrics(engine: Engine) -> Iterator[None]:
         yield
         return
     by_id = {id(part): (name, part) for name, metric in metrics.items() for part in _parts(metric)}  # each is once
-    parts, changed = list(by_id.values()), _Changes()
-    gather, broadcast = idist.all_gather, idist.broadcast
-    try:
-        _complete(parts, changed)
+    with ExitStack() as at_end:
+        _complete([*by_id.values()], at_end)
         for name, metric in metrics.items():
-            changed.set(metric, "compute", _agreed(name, metric.compute))
-        idist.all_gather, idist.broadcast = _tolerant(gather), _after_meeting(broadcast)
+            _set(metric, "compute", _agreed(name, metric.compute), at_end)
+        for function in (idist.all_gather, idist.broadcast):
+            at_end.callback(setattr, idist, function.__name__, function)
+        idist.all_gather, idist.broadcast = _tolerant(idist.all_gather), _after_meeting(idist.broadcast)
         yield
-    finally:
-        idist.all_gather, idist.broadcast = gather, broadcast
-        changed.undo()
 
 
-class _Changes:
-    """Attributes that were set for a while."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[Metric, str, list[Any]]] = []
-
-    def set(self, metric: Metric, name: str, value: Any) -> None:
-        """Sets an attribute of the instance."""
-        self._before.append((metric, name, [vars(metric)[name]] if name in vars(metric) else []))
-        setattr(metric, name, value)
-
-    def undo(self) -> None:
-        """Puts all attributes back, the latest first."""
-        for metric, name, before in reversed(self._before):
-            if before:
-                setattr(metric, name, before[0])
-            else:
-                delattr(metric, name)
-        self._before = []
+def _set(metric: Metric, name: str, value: Any, at_end: ExitStack) -> None:
+    """Sets an attribute of the instance, until the end."""
+    if name in vars(metric):
+        at_end.callback(setattr, metric, name, vars(metric)[name])
+    else:
+        at_end.callback(delattr, metric, name)
+    setattr(metric, name, value)
 
 
 def _parts(metric: Metric) -> Iterator[Metric]:
@@ -127,7 +110,7 @@ def _form(value: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def _complete(parts: Sequence[tuple[str, Metric]], changed: _Changes) -> None:
+def _complete(parts: Sequence[tuple[str, Metric]], at_end: ExitStack) -> None:
     """Gives the state of each metric the same form on all ranks."""
     mine = [(name, type(part).__name__, _forms(part)) for name, part in parts]
     everyones = collectives.gather_objects(mine)
@@ -139,10 +122,10 @@ def _complete(parts: Sequence[tuple[str, Metric]], changed: _Changes) -> None:
         for key in sorted({key for _, _, forms in by_rank for key in forms}):
             forms = [forms.get(key, ()) for _, _, forms in by_rank]
             if any(form != forms[0] for form in forms):
-                _complete_attribute(part, name, key, forms, changed)
+                _complete_attribute(part, name, key, forms, at_end)
 
 
-def _complete_attribute(metric: Metric, name: str, key: str, forms: Sequence[tuple[Any, ...]], changed: _Changes) -> None:
+def _complete_attribute(metric: Metric, name: str, key: str, forms: Sequence[tuple[Any, ...]], at_end: ExitStack) -> None:
     """Gives one attribute the same form on all ranks; `forms` are those of the ranks, which differ.
 
     Raises:
@@ -152,11 +135,11 @@ def _complete_attribute(metric: Metric, name: str, key: str, forms: Sequence[tup
     known = [form for form in forms if form and form[0] != "number"]
     kinds = {form[0] for form in known}
     if not known and isinstance(value, int):  # a number, which is an integer here and not elsewhere
-        changed.set(metric, key, float(value))
+        _set(metric, key, float(value), at_end)
     elif kinds == {"learnt"}:
-        changed.set(metric, key, known[0][1] if value is None else value)
+        _set(metric, key, known[0][1] if value is None else value, at_end)
     elif kinds == {"flag"}:
-        changed.set(metric, key, any(form[1] for form in known))
+        _set(metric, key, any(form[1] for form in known), at_end)
     elif kinds <= {"list", "ragged"} and key not in _PREDICTIONS:
         _check_list(metric, name, key, forms)
     elif kinds <= {"list", "ragged"} or kinds == {"tensor"}:
@@ -170,8 +153,7 @@ def _complete_attribute(metric: Metric, name: str, key: str, forms: Sequence[tup
             )
         if shaped:
             dtype = reduce(torch.promote_types, (form[2] for form in shaped))
-            complete = _completed_list if "list" in kinds else _completed_tensor
-            changed.set(metric, key, complete(value, shapes.pop(), dtype, metric._device))
+            _set(metric, key, _completed(value, shapes.pop(), dtype, metric._device), at_end)
 
 
 def _check_list(metric: Metric, name: str, key: str, forms: Sequence[tuple[Any, ...]]) -> None:
@@ -184,13 +166,10 @@ def _check_list(metric: Metric, name: str, key: str, forms: Sequence[tuple[Any, 
         )
 
 
-def _completed_list(value: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> list[Tensor]:
-    """The predictions of this rank with the dtype of all ranks; without predictions, an empty tensor."""
-    return [entry.to(dtype) for entry in value] or [torch.empty((0, *shape), dtype=dtype, device=device)]
-
-
-def _completed_tensor(value: Any, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> Tensor:
-    """A tensor of the others' shape in which each element is what this rank has: its own value, or 0."""
+def _completed(value: Any, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> Any:
+    """The state with the dtype of all ranks: without predictions an empty tensor; of numbers a tensor of the others' shape."""
+    if isinstance(value, list):
+        return [entry.to(dtype) for entry in value] or [torch.empty((0, *shape), dtype=dtype, device=device)]
     if isinstance(value, Tensor):
         return value.to(dtype).expand(shape).clone()
     return torch.full(shape, value or 0, dtype=dtype, device=device)
@@ -235,16 +214,8 @@ class _Failure(NamedTuple):
     message: str
 
 
-def _failure_by(error: Exception) -> _Failure:
-    return _Failure(isinstance(error, NotComputableError), f"{type(error).__name__}: {error}")
-
-
 class _OtherRankFailedError(Exception):
-    """Ends `compute` on a rank that met one with an error, of which `met` tells."""
-
-    def __init__(self, met: list[Any]) -> None:
-        super().__init__()
-        self.met = met
+    """Ends `compute` on a rank that met one with an error. Its argument is what the ranks have sent."""
 
 
 def _meet(mine: Any) -> list[Any]:
@@ -272,10 +243,12 @@ def _agreed(name: str, compute: Callable[[], Any]) -> Callable[[], Any]:
         try:
             result = (compute(),)
         except _OtherRankFailedError as other:
-            met = other.met
+            (met,) = other.args
         except Exception as error:
             mine = error
-        met = met or collectives.gather_objects(None if mine is None else _failure_by(mine))
+        if not met:
+            failure = _Failure(isinstance(mine, NotComputableError), f"{type(mine).__name__}: {mine}")
+            met = collectives.gather_objects(None if mine is None else failure)
         failed = {rank: entry for rank, entry in enumerate(met) if isinstance(entry, _Failure)}
         if not failed:
             return result[0]

@@ -1,4 +1,4 @@
-"""What handlers derive from; see docs/writing-handlers.md."""
+"""The classes that handlers derive from; see docs/writing-handlers.md."""
 
 from ignite_train.kinds_of_handlers.averaging_handler import AveragingHandler
 from ignite_train.kinds_of_handlers.handler import Handler, PiggybackHandler

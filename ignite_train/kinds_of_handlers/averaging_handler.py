@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -28,9 +27,6 @@ from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
 __all__ = ["AveragingHandler"]
-
-
-_logger = logging.getLogger("ignite_train")
 
 
 class AveragingHandler(Handler):
@@ -71,14 +67,13 @@ class AveragingHandler(Handler):
         if any(other is self for _, other, _ in attached(trainer)):
             raise ValueError(f"{type(self).__name__} must be attached once, or it would average twice; join events by |")
         model = trainer.model
-        assert isinstance(model, nn.Module)  # noqa: S101  # create_trainer passes a module
         if self.device is not None and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise ValueError(
                 f"device must be left out for a sharded model, got {str(self.device)!r}: each rank keeps its shards"
             )
         self._model = model
         self._averages = {name: self._average(value) for name, value in averaged_tensors(model).items()}
-        trainer.on_enter.append(self._begin)
+        trainer.on_enter.append(lambda _: self.begin_average())
         return trainer.prepend_event_handler(event, self)
 
     def use_in(self, evaluator: Evaluator) -> None:
@@ -156,10 +151,6 @@ class AveragingHandler(Handler):
         with torch.no_grad():
             for name, average in self._averages.items():
                 average.copy_(saved[name])
-
-    def _begin(self, _trainer: Trainer) -> None:
-        """A run begins."""
-        self.begin_average()
 
     def begin_average(self) -> None:
         """Before the first averaging, the average is that of the weights now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ from ignite.engine import CallableEventWithFilter, Engine, Events, EventsList, R
 from ignite_train.arguments import describe
 from ignite_train.engine.dispatch import Attachable
 from ignite_train.events import Event
+from ignite_train.other_words import answers_other_words
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback
 from ignite_train.trainer import Trainer
 
 __all__ = ["Handler", "PiggybackHandler"]
+
+_NUMBERS = itertools.count(1)
 
 
 class Handler(Attachable):
@@ -27,10 +31,14 @@ class Handler(Attachable):
     derived class defines `attach`, whose arguments are checked before it is called.
     """
 
+    _number = 0  # in the order in which handlers are made
+
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         if "attach" in vars(cls):
-            cls.attach = _checked(vars(cls)["attach"])  # type: ignore[attr-defined]
+            cls.attach = _checked(answers_other_words(vars(cls)["attach"]))  # type: ignore[attr-defined]
+        if "__init__" in vars(cls):
+            cls.__init__ = _counted(answers_other_words(vars(cls)["__init__"]))  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
         """The class with those arguments of its construction that are attributes too."""
@@ -38,10 +46,22 @@ class Handler(Attachable):
         return f"{type(self).__name__}({', '.join(f'{name}={_brief(vars(self)[name])}' for name in kept)})"
 
 
+def _counted(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def counted(self: Handler, *arguments: Any, **named: Any) -> None:
+        init(self, *arguments, **named)
+        if self._number == 0:
+            self._number = next(_NUMBERS)
+            self.unattached[self._number] = type(self).__name__
+
+    return counted
+
+
 def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(attach)
     def checked(self: Handler, trainer: Any, *arguments: Any, **named: Any) -> Any:
         name = type(self).__name__
+        self.unattached.pop(self._number, None)
         _check_trainer(name, trainer)
         if arguments or "event" in named:
             _check_event(name, arguments[0] if arguments else named["event"])

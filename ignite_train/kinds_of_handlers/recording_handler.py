@@ -21,7 +21,7 @@ __all__ = ["EVERY_50", "RecordingHandler", "numbered_path"]
 
 
 _logger = logging.getLogger("ignite_train")
-EVERY_50 = every(50, Events.ITERATION_COMPLETED)
+EVERY_50 = every(50, Events.ITERATION_COMPLETED, early=True)
 
 
 class RecordingHandler(Handler):

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from ignite.engine import Engine, Events
 
-from ignite_train.arguments import COUNT, TEXT, check_fields, describe, did_you_mean, optional
+from ignite_train.arguments import COUNT, TEXT, check_fields, describe, optional
 from ignite_train.engine.dispatch import Dispatcher
 from ignite_train.kinds_of_handlers.handler import Handler
-from ignite_train.metrics import refuse_other_mode, score_mode
+from ignite_train.metrics import refuse_other_mode, score_in, score_mode
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -49,8 +49,6 @@ class ScoreHandler(Handler):
     def __init__(self, evaluator: Engine, score: str, mode: Literal["min", "max"] | None) -> None:
         if not isinstance(evaluator, Engine) or isinstance(evaluator, Trainer):
             raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
-        if not isinstance(score, str):
-            raise TypeError(f"score must be the name of one of the evaluator's metrics, got {describe(score)}")
         self.evaluator, self.score = evaluator, score
         self.mode = score_mode(score, mode, of=type(self).__name__)
         self._latest_update: int | None = None
@@ -63,6 +61,10 @@ class ScoreHandler(Handler):
             self.evaluator.append_event_handler(Events.COMPLETED, self._after_evaluation)
         else:
             self.evaluator.add_event_handler(Events.COMPLETED, self._after_evaluation)
+
+    def scores(self) -> list[tuple[Engine, str | None]]:
+        """Its own."""
+        return [(self.evaluator, self.score)]
 
     def on_score(self, trainer: Trainer, score: float) -> None:
         """Reacts to the score of the parameters after update `trainer.state.iteration`. The same on all ranks."""
@@ -92,10 +94,7 @@ class ScoreHandler(Handler):
         metrics, update = evaluator.state.metrics, self._trainer.state.iteration
         if update in (0, self._latest_update):
             return
-        if self.score not in metrics:
-            hint = did_you_mean(self.score, metrics)
-            raise ValueError(f"score must be one of the evaluator's metrics {sorted(metrics)}, got {self.score!r}{hint}")
-        score = collectives.gather_objects(float(metrics[self.score]))[0]
+        score = collectives.gather_objects(score_in(metrics, self.score))[0]
         self._latest_update = update
         self.on_score(self._trainer, score)
 

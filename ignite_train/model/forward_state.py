@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from copy import copy, deepcopy
 from itertools import chain
@@ -21,15 +20,13 @@ from ignite_train.carried import Carried
 from ignite_train.errors import TrainingError
 from ignite_train.model.buffer_rollback import BufferRollback
 from ignite_train.model.micro_batch_rollback import MicroBatchRollback, content_of, same_content
-from ignite_train.model.modules_used import objects_used
+from ignite_train.model.objects_used import CONTAINERS, MAX_ENTRIES, attributes_of, is_accounted_for, objects_used
 from ignite_train.model.random_state import NUMPY, PYTHON, Generator, RandomState, generators_within
 
 __all__ = ["ForwardMark", "ForwardState"]
 
 _OF_EACH_MODULE = vars(nn.Module()).keys()
 _VERSION = attrgetter("_version")
-_CONTAINERS = (list, dict, set, deque)
-_MAX_ENTRIES = 1000  # of a list that is copied, which may hold the data
 _WRAPPERS = (DistributedDataParallel, FSDPModule)  # their reductions are under way, whether the forward counts or not
 
 
@@ -103,7 +100,7 @@ class ForwardState:
       is refused by its name.
 
     The modules are the model's, and those that forward refers to. What forward keeps in an object of its own, in a global
-    variable or in a container inside of another one is not found, and stays as the run has left it.
+    variable or in a container inside of another one is not put back, and stays as the run has left it.
 
     Args:
         module: the model.
@@ -112,7 +109,11 @@ class ForwardState:
         copies: whether all parameters are copied at first. Otherwise their norms are taken at first, and those are copied
             that were seen to move in a forward that was kept.
         watches_tensors: False where nothing can write into parameters and buffers, as in a trial that breaks off what does.
-            They are neither copied nor read then; buffers that forward assigns are put back all the same.
+            They are neither copied nor read then; buffers that forward assigns are put back all the same, and so are the
+            containers and simple objects that forward refers to, of which a trial must leave no trace.
+
+    Attributes:
+        modules: those that the latest mark has found, with the modules in them.
     """
 
     def __init__(
@@ -130,13 +131,18 @@ class ForwardState:
         self._trained: list[float] = []  # norms at the first mark: a target that equals them does not move until they have
         self._moving: dict[int, Tensor] = {}
         self._num_marks = self._num_updates = 0
-        self._modules: list[nn.Module] = []
+        self.modules: list[nn.Module] = []
         self._devices: list[torch.device] = []
         self._reached: list[Any] = []  # by way of forward
         self._used: list[nn.Module] = []
         self._generators: list[Generator] = []
         self._drawn: dict[int, Generator] = {}  # of these, those that were seen to move
         self._latest_look: RandomState | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that forward refers to, as found by the latest mark, is of a kind whose changes can be put back."""
+        return all(map(is_accounted_for, self._reached))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardState:
         """A state for the copied model, which looks for everything again: a generator of the process exists once."""
@@ -153,12 +159,14 @@ class ForwardState:
         self._find(is_look=_is_power_of_two(self._num_marks))
         buffers = BufferRollback(self._everything(), is_needed=self._watches_tensors)
         buffers.mark()
-        attributes = [vars(one) for one in self._modules if not isinstance(one, _WRAPPERS)]
+        attributes = [vars(one) for one in self.modules if not isinstance(one, _WRAPPERS)]
         values = [values[name] for values in attributes for name in values.keys() - _OF_EACH_MODULE]
-        containers = [one for one in values if isinstance(one, _CONTAINERS) and len(one) <= _MAX_ENTRIES]
+        containers = [one for one in values if isinstance(one, CONTAINERS) and len(one) <= MAX_ENTRIES]
         values += [entry for one in containers for entry in (one.values() if isinstance(one, dict) else one)]
         if not self._watches_tensors:
-            attributes += [one._buffers for one in self._modules]
+            attributes += [one._buffers for one in self.modules]
+            attributes += [held for one in self._reached if (held := attributes_of(one)) is not None]
+            containers += [one for one in self._reached if type(one) in CONTAINERS and len(one) <= MAX_ENTRIES]
         return ForwardMark(
             RandomState(self._devices, self._generators),
             self._carried.copies(),
@@ -253,12 +261,12 @@ class ForwardState:
         """Looks for the modules, and where these are others or it is time to look, for the generators."""
         forward = self._forward
         if is_look and forward is not None:
-            self._reached = [*objects_used([forward])]
-            self._used = [one for one in self._reached if isinstance(one, nn.Module)]
+            self._reached = [*objects_used([forward, self._module])]
+            self._used = [one for one in self._reached if isinstance(one, nn.Module) and one is not self._module]
         modules = [*dict.fromkeys(one for owner in (self._module, *self._used) for one in owner.modules())]
-        if not is_look and modules == self._modules:
+        if not is_look and modules == self.modules:
             return
-        self._modules = modules
+        self.modules = modules
         self._devices = [*{parameter.device for parameter in self._module.parameters()}]
         owners = [*modules, forward.__self__ if isinstance(forward, MethodType) else forward]
         found = {id(one): one for one in (PYTHON, NUMPY, *self._reached) if isinstance(one, Generator)}
@@ -269,7 +277,7 @@ class ForwardState:
     # --- parameters -----------------------------------------------------------------------------------------------------------
 
     def _look_at(self, attributes: Sequence[Tensor]) -> tuple[list[_Kept], _Places]:
-        parameters = [one for module in self._modules for one in module._parameters.values() if one is not None]
+        parameters = [one for module in self.modules for one in module._parameters.values() if one is not None]
         tensors = [one for one in {id(one): one for one in (*parameters, *attributes)}.values() if not one.is_inference()]
         looked_at = [one for one in tensors if (self._looks_at_values or id(one) in self._moving) and _is_plain(one)]
         kept = [self._kept(one) for one in looked_at]

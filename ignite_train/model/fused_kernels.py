@@ -56,11 +56,12 @@ class FusedKernels:
         said: what has been said in the log, also by the objects of optimizers around this one.
 
     Attributes:
+        tensors: the same.
         unfused: the groups whose kernel is not used in the step to come. Without any, it need not stand in this context.
     """
 
     def __init__(self, optimizer: Optimizer, gradients: Gradients, tensors: GroupTensors, said: set[str]) -> None:
-        self._optimizer, self._gradients, self._tensors = optimizer, gradients, tensors
+        self._optimizer, self._gradients, self.tensors = optimizer, gradients, tensors
         self._avoided: set[int] = set()  # indices of the groups whose kernel is not used any more
         self.unfused: list[dict[str, Any]] = []
         self._switched_off: list[dict[str, Any]] = []  # while it steps
@@ -79,9 +80,9 @@ class FusedKernels:
         if not groups:
             self.unfused = []
             return None
-        if not self._tensors.are_known(groups):
+        if not self.tensors.are_known(groups):
             self._look(groups)
-            self._tensors.note(groups)
+            self.tensors.note(groups)
         return self._obstacle
 
     def __enter__(self) -> None:

@@ -48,9 +48,11 @@ class Gradients:
         self._mean_factor: float | None = None  # while they may be read: what they are multiplied by to become the mean
         self.kinds: set[tuple[torch.device, torch.dtype]] = set()
         self.count = 0
+        self._apart: list[Tensor] = []  # those that were seen to have memory of their own, in this update
 
     def clear(self) -> None:
         """Drops all gradients; `.grad` is None afterwards."""
+        self._apart = []
         optimizer = self._optimizer
         if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
             optimizer.zero_grad(set_to_none=True)
@@ -68,7 +70,7 @@ class Gradients:
 
     def set_aside(self) -> list[Tensor | None]:
         """Takes all gradients off their parameters."""
-        aside = []
+        self._apart, aside = [], []
         for parameter in self.parameters():
             aside.append(parameter.grad)
             parameter.grad = None
@@ -95,6 +97,9 @@ class Gradients:
         torch's own accumulation and `clip_grad_norm_` do. Sharded and sparse gradients are left alone.
         """
         existing = self._existing()
+        if len(existing) == len(self._apart) and all(map(is_, existing, self._apart)):
+            return  # backward has added to them in place
+        self._apart = existing
         if self._sparse or any(map(is_not, map(type, existing), _TENSOR)):
             existing = [gradient for gradient in existing if _is_plain(gradient)]
         if not (sharing := sharing_memory(existing)):
@@ -103,9 +108,11 @@ class Gradients:
         for parameter in self.parameters():
             if parameter.grad is not None and id(parameter.grad) in copied:
                 parameter.grad = parameter.grad.clone()
+        self._apart = self._existing()
 
     def detach(self) -> None:
         """Cuts the graphs that `create_graph=True` leaves on gradients, so that the next micro-batch does not grow them."""
+        self._apart = []
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.detach()

@@ -8,19 +8,34 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.device.to_host import is_on_host
 from ignite_train.errors import LearningRateError
 from ignite_train.model.optimizers import Optimizers
 
-__all__ = ["LearningRates", "are_of"]
+__all__ = ["LearningRates", "refuse_other_optimizer"]
 
 
-def are_of(parts: Mapping[str, Any], optimizer: Optimizer) -> bool:
-    """Whether the rates of `optimizer` are rates of a run with these `parts`: it is one of them, or shares a group with one."""
+def refuse_other_optimizer(parts: Mapping[str, Any], given: Optimizer | LRScheduler) -> None:
+    """Refuses an optimizer, or a scheduler of one, whose rates are not rates of a run with these `parts`.
+
+    It may be one of the optimizers of the run, or share a group with one.
+
+    Raises:
+        ValueError: it is of another run.
+    """
+    optimizer = given if isinstance(given, Optimizer) else given.optimizer
     of_the_run = [part for part in parts.values() if isinstance(part, Optimizer)]
     groups = {id(group) for part in of_the_run for group in part.param_groups}
-    return any(part is optimizer for part in of_the_run) or any(id(group) in groups for group in optimizer.param_groups)
+    if any(part is optimizer for part in of_the_run) or any(id(group) in groups for group in optimizer.param_groups):
+        return
+    kind = type(optimizer).__name__
+    what = f"optimizer must be the trainer's, got another {kind}; pass the one"
+    if given is not optimizer:
+        kind = f"got a {type(given).__name__} of another {kind}"
+        what = f"scheduler must be of the trainer's optimizer, {kind}; build it with the optimizer"
+    raise ValueError(f"{what} that create_trainer was given")
 
 
 class LearningRates:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ignite_train.carried import Carried
-from ignite_train.forward import BoundForward, ForwardOutput, as_forward_output, is_declared
-from ignite_train.model.forward_reach import ForwardReach
+from ignite_train.forward import BoundForward, ForwardOutput, as_forward_output, is_declared, refuse_fraction
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.precision import Precision
 
-__all__ = ["LossDeclarationWarning", "check_forward"]
+__all__ = ["FirstForward", "LossDeclarationWarning", "check_forward", "without_first_look"]
 
 _COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional"}
 _FEW = 6  # from this many samples on a half has three: with two the logarithm of their number doubles, as a sum does
@@ -52,95 +51,140 @@ def check_forward(
         carried: what forward carries.
         precision: under which it runs.
     """
-    parts, reach = _Parts.of(micro_batch), ForwardReach(model, forward)
-    modules = nn.ModuleList(reach.modules)
-    if parts is None or not reach.is_known or any(isinstance(module, FSDPModule) for module in modules.modules()):
+    if (parts := _Parts.of(micro_batch)) is None:
         return []
     # What would write into a parameter or a buffer is broken off.
-    state = ForwardState(modules, carried, forward, watches_tensors=False)
+    state = ForwardState(model, carried, forward, watches_tensors=False)
     mark = state.mark(micro_batch)
+    if not state.is_complete or any(isinstance(module, FSDPModule) for module in state.modules):
+        return []
     try:
-        with suppress(Exception), _apart(modules), precision.autocast():
-            return _findings(lambda part: as_forward_output(forward(model, part)), parts)
+        with suppress(Exception), _apart(state.modules), precision.autocast():
+            return _findings(_Probe(lambda part: as_forward_output(forward(model, part)), parts))
     finally:
         state.put_back(mark)  # puts the modes back too
-        reach.put_back()
     return []
 
 
-def _findings(run: Callable[[Any], ForwardOutput], parts: _Parts) -> list[str]:
-    first = run(parts.part())
-    part, doubled = _read(first, run(parts.doubled()))
-    if not is_declared(first):
-        is_sum = part.loss.doubles(doubled.loss) and not _is_mean_of_columns(run, parts)
-        return [_bare_sum(parts.count)] if is_sum else []
-    if not part.size.doubles(doubled.size):
+class FirstForward:
+    """Stands in the place of `forward` until that has run once, and then leaves it to `forward` itself.
+
+    Args:
+        forward: the user's.
+        guard: makes the `with` in which it runs.
+        check: says what is wrong with its declarations, given a micro-batch.
+        replace: puts another function into the place where this stands.
+
+    Attributes:
+        forward: the user's.
+    """
+
+    def __init__(
+        self,
+        forward: BoundForward,
+        guard: Callable[[], AbstractContextManager[None]],
+        check: Callable[[Any], list[str]],
+        replace: Callable[[BoundForward], None],
+    ) -> None:
+        self.forward, self._guard, self._check, self._replace = forward, guard, check, replace
+        self._is_checked = False
+
+    def __call__(self, model: nn.Module, micro_batch: Any) -> Any:
+        """Runs `forward`."""
+        messages: list[str] = []
+        with self._guard():
+            if not self._is_checked:
+                self._is_checked, messages = True, self._check(micro_batch)
+            returned = self.forward(model, micro_batch)
+        if _size_is_known(returned):
+            self._replace(self.forward)
+        for message in messages:
+            warnings.warn(message, LossDeclarationWarning, stacklevel=2)
+        return returned
+
+
+def without_first_look(forward: BoundForward) -> BoundForward:
+    """The user's function, of what may be a `FirstForward`."""
+    return forward.forward if isinstance(forward, FirstForward) else forward
+
+
+def _size_is_known(returned: Any) -> bool:
+    """Refuses a pair whose second is a tensor with a fraction; False while it is 0, which an accuracy may be at first.
+
+    Waits for the device, if forward returns a plain pair with a floating-point tensor.
+    """
+    if type(returned) is not tuple or len(returned) != 2 or not isinstance(returned[1], Tensor):
+        return True
+    if returned[1].numel() != 1 or returned[1].requires_grad or not returned[1].is_floating_point():
+        return True
+    size = float(returned[1])  # sync, once in a process
+    refuse_fraction(size)
+    return size != 0
+
+
+class _Probe:
+    """Runs forward on parts of a micro-batch.
+
+    Args:
+        forward: the user's, given a micro-batch.
+        parts: the micro-batch.
+
+    Attributes:
+        is_declared: whether the latest forward gave a sample size.
+        tolerance: how much numbers may differ that are equal to rounding.
+    """
+
+    def __init__(self, forward: Callable[[Any], ForwardOutput], parts: _Parts) -> None:
+        self._forward, self.parts = forward, parts
+        self.is_declared, self.tolerance = False, 1e-4
+
+    def numbers(self, *cuts: Sequence[int], is_widened: bool = False) -> list[dict[str, float]]:
+        """For each cut the loss, the logs by their names, and the sample size under "": no log may have these names.
+
+        Logs that have a denominator are left out. For the arguments see `_Parts.cut`.
+        """
+        outputs = [self._forward(self.parts.cut(cut, is_widened=is_widened)) for cut in cuts]
+        self.is_declared = is_declared(outputs[0])
+        plain = [{name: value for name, value in one.logs.items() if type(value) is not tuple} for one in outputs]
+        rows = [{"loss": one.loss, "": one.sample_size, **logs} for one, logs in zip(outputs, plain, strict=True)]
+        tensors = [torch.as_tensor(value, device=outputs[0].loss.device) for row in rows for value in row.values()]
+        if any(one.dtype in (torch.bfloat16, torch.float16) for one in tensors):
+            self.tolerance = 1e-2
+        values = iter(torch.stack([one.float().reshape(()) for one in tensors]).tolist())  # sync, a few times in a process
+        return [{name: next(values) for name in row} for row in rows]
+
+    def is_equal(self, one: float, other: float, *, factor: float = 1.0) -> bool:
+        """Whether `other` is `factor` times as large as `one`, to rounding; not if they are 0, which says nothing."""
+        return math.isfinite(one) and one != 0 and math.isclose(factor * one, other, rel_tol=self.tolerance)
+
+
+def _findings(probe: _Probe) -> list[str]:
+    count, is_equal = probe.parts.count, probe.is_equal
+    part, doubled = probe.numbers([0], [0, 0])
+    if not probe.is_declared:
+        is_sum = is_equal(part["loss"], doubled["loss"], factor=2) and not _is_mean_of_columns(probe, part["loss"])
+        return [_bare_sum(count)] if is_sum else []
+    if not is_equal(part[""], doubled[""], factor=2):
         return []
-    found, size = [], part.size.value * parts.count / parts.size
-    stays, squares = part.loss.stays(doubled.loss), part.loss.stays(doubled.loss, factor=4)
-    names = [name for name, log in part.logs.items() if log.stays(doubled.logs[name])]
-    if not (stays or squares or names):
+    is_square = is_equal(part["loss"], doubled["loss"], factor=4)
+    stays = [name for name, value in part.items() if name and is_equal(value, doubled[name])]
+    if not (stays or is_square):
         return []
-    other, both = _read(run(parts.other()), run(parts.both()))
-    if stays and not part.loss.stays(other.loss):  # a number that is the same for other samples is a constant and no mean
-        found.append(_declared_mean(size))
-    if squares and _Number(2 * (part.loss.value + other.loss.value), part.loss.is_coarse).stays(both.loss):
+    # A number that is the same for other samples is a constant and no mean.
+    (other, both), size = probe.numbers([1], [0, 1]), part[""] * count / probe.parts.size
+    means = [name for name in stays if not is_equal(part[name], other[name])]
+    found = [_declared_mean(size)] if "loss" in means else []
+    if is_square and is_equal(2 * (part["loss"] + other["loss"]), both["loss"]):
         found.append(_multiplied_sum(size))
-    means = [name for name in names if not part.logs[name].stays(other.logs[name])]
-    return [*found, _mean_logs(means)] if means else found
+    logs = [name for name in means if name != "loss"]
+    return [*found, _mean_logs(logs)] if logs else found
 
 
-def _is_mean_of_columns(run: Callable[[Any], ForwardOutput], parts: _Parts) -> bool:
+def _is_mean_of_columns(probe: _Probe, loss: float) -> bool:
     """Whether samples lie in the second dimension and the loss is a mean over them: a sum over time steps is right then."""
     with suppress(RuntimeError, ValueError, IndexError):  # columns are features
-        part, widened = _read(run(parts.part()), run(parts.widened()))
-        return part.loss.stays(widened.loss)
+        return probe.is_equal(loss, probe.numbers([0], is_widened=True)[0]["loss"])
     return False
-
-
-class _Number(NamedTuple):
-    """A number of forward, and whether it is rounded to few digits."""
-
-    value: float
-    is_coarse: bool
-
-    def stays(self, other: _Number, factor: float = 1.0) -> bool:
-        """Whether the other one is equal to rounding, or `factor` times as large; not if they are 0, which says nothing."""
-        tolerance = 1e-2 if self.is_coarse else 1e-4
-        return (
-            math.isfinite(self.value) and self.value != 0 and math.isclose(factor * self.value, other.value, rel_tol=tolerance)
-        )
-
-    def doubles(self, other: _Number) -> bool:
-        """Whether the other one is twice as large."""
-        return self.stays(other, factor=2.0)
-
-
-class _Numbers(NamedTuple):
-    """What a forward returned. Logs that have a denominator are left out."""
-
-    loss: _Number
-    size: _Number
-    logs: dict[str, _Number]
-
-
-def _read(*outputs: ForwardOutput) -> list[_Numbers]:
-    """Reads the numbers of all outputs in one go."""
-    device = outputs[0].loss.device
-    rows: list[dict[str, Any]] = [
-        {name: value for name, value in one.logs.items() if type(value) is not tuple} | {"loss": one.loss, "": one.sample_size}
-        for one in outputs  # no log may be called "loss"
-    ]
-    flat = [torch.as_tensor(value, device=device).float().reshape(()) for row in rows for value in row.values()]
-    values, read = iter(torch.stack(flat).tolist()), []  # sync, once or a few times in a process
-    for row in rows:
-        numbers = {name: _Number(next(values), _is_coarse(value)) for name, value in row.items()}
-        read.append(_Numbers(numbers.pop("loss"), numbers.pop(""), numbers))
-    return read
-
-
-def _is_coarse(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
 
 
 def _bare_sum(count: int) -> str:
@@ -170,7 +214,7 @@ def _mean_logs(names: list[str]) -> str:
     listed = ", ".join(f"logs[{name!r}]" for name in names)
     return (
         f"{listed} of forward did not grow with the samples, as a mean does not, and is divided by sample_size once more; "
-        "log a sum, such as a count of correct answers, or a pair (sum, denominator)"
+        f"log a sum, such as a count of correct answers, a pair (sum, denominator), or logs={{{names[0]!r}: Mean(...)}}"
     )
 
 
@@ -202,31 +246,21 @@ class _Parts:
             return None
         return cls(leaves, structure, count)
 
-    def part(self) -> Any:
-        """Some samples."""
-        return self._made(lambda leaf: leaf[: self.size].clone())
+    def cut(self, halves: Sequence[int], *, is_widened: bool = False) -> Any:
+        """A micro-batch of some samples.
 
-    def doubled(self) -> Any:
-        """The same samples twice."""
-        return self._made(lambda leaf: torch.cat([leaf[: self.size]] * 2))
+        Args:
+            halves: 0 for the first part of the samples and 1 for the next one, one after the other.
+            is_widened: whether each column of them is there twice.
+        """
 
-    def other(self) -> Any:
-        """As many other samples."""
-        return self._made(lambda leaf: leaf[self.size : 2 * self.size].clone())
+        def change(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+                return leaf
+            chosen = torch.cat([leaf[half * self.size : (half + 1) * self.size] for half in halves])
+            return torch.cat([chosen, chosen], dim=1) if is_widened and leaf.dim() > 1 else chosen
 
-    def both(self) -> Any:
-        """These and those."""
-        return self._made(lambda leaf: leaf[: 2 * self.size].clone())
-
-    def widened(self) -> Any:
-        """The part with each column twice."""
-        return self._made(
-            lambda leaf: torch.cat([leaf[: self.size]] * 2, dim=1) if leaf.dim() > 1 else leaf[: self.size].clone()
-        )
-
-    def _made(self, change: Callable[[Tensor], Tensor]) -> Any:
-        made = [change(leaf) if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf for leaf in self._leaves]
-        return pytree.tree_unflatten(made, self._structure)
+        return pytree.tree_unflatten([*map(change, self._leaves)], self._structure)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -264,10 +298,10 @@ class _Apart(TorchDispatchMode):
 
 
 @contextmanager
-def _apart(owner: nn.Module) -> Iterator[None]:
+def _apart(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Puts modules into eval mode, and within it nothing is compiled or warned of, and nothing leaves a trace."""
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    for module in owner.modules():
+    for module in modules:
         module.training = False
     with torch.no_grad(), eager, warnings.catch_warnings(action="ignore"), _Apart():
         yield

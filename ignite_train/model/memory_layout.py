@@ -14,6 +14,7 @@ __all__ = [
     "empty_gradient_of",
     "gradient_dtype",
     "is_dense",
+    "is_lost",
     "own_memory",
     "pairs_with",
     "share_memory",
@@ -106,3 +107,8 @@ def as_gradient_of(values: Tensor, parameter: Tensor) -> Tensor:
     if parameter.is_contiguous() or not is_dense(parameter):
         return gradient
     return empty_gradient_of(parameter, values.dtype).copy_(gradient)
+
+
+def is_lost(tensor: Tensor) -> bool:
+    """Whether what a graph writes into it is lost, as it is with torch 2.13: it takes such a tensor for a number of Python."""
+    return tensor.dim() == 0 and tensor.dtype is torch.float64 and tensor.device.type == "cpu"

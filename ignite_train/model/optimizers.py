@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
@@ -133,8 +134,9 @@ def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) ->
     """Loads what `optimizer_state` gave, each value as it was saved; tensors where torch puts them.
 
     torch's `load_state_dict` gives each tensor of the state the dtype of its parameter, which loses bits of moments in float32
-    over weights in bfloat16, and makes other values of strings. An optimizer that overrides `load_state_dict` decides itself.
-    What an optimizer shares with one inside it, the state or the parameter groups, it shares afterwards too.
+    over weights in bfloat16, and makes other values of strings. An optimizer that overrides `load_state_dict` decides itself;
+    what only has been rounded, since it calls torch's, is put back. What an optimizer shares with one inside it, the state or
+    the parameter groups, it shares afterwards too.
     """
     inside = [one for one in vars(optimizer).values() if isinstance(one, Optimizer) and one is not optimizer]
     shared = [
@@ -155,15 +157,17 @@ def _load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -
         optimizer.load_state_dict(_with_other_keys(state_dict, by_key))
         return
     optimizer.load_state_dict(dict(state_dict))
-    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-        return
+    by_torch = type(optimizer).load_state_dict is Optimizer.load_state_dict
+    restored = _as_saved if by_torch else _unrounded
     parameters = _parameters(optimizer)
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    if not by_torch and len(keys) != len(parameters):
+        return
     for parameter, key in zip(parameters, keys, strict=True):
         saved, loaded = state_dict["state"].get(key), optimizer.state.get(parameter)
         if isinstance(saved, Mapping) and isinstance(loaded, dict):
             for name in saved.keys() & loaded.keys() - {"step"}:  # whose dtype and device depend on the kernel
-                loaded[name] = _as_saved(saved[name], loaded[name])
+                loaded[name] = restored(saved[name], loaded[name], parameter.dtype)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -177,15 +181,28 @@ def _with_other_keys(value: Any, keys: Mapping[Any, Any]) -> Any:
     return [_with_other_keys(entry, keys) for entry in value] if type(value) is list else value
 
 
-def _as_saved(saved: Any, loaded: Any) -> Any:
+def _as_saved(saved: Any, loaded: Any, dtype: torch.dtype) -> Any:
     """`saved`, with its tensors on the devices of those in `loaded`."""
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if isinstance(saved, Mapping) and isinstance(loaded, Mapping):
-        return {key: _as_saved(value, loaded[key]) for key, value in saved.items()}
+        return {key: _as_saved(value, loaded[key], dtype) for key, value in saved.items()}
     if isinstance(saved, (list, tuple)) and isinstance(loaded, (list, tuple)):
-        return type(saved)(_as_saved(one, other) for one, other in zip(saved, loaded, strict=True))
+        return type(saved)(_as_saved(one, other, dtype) for one, other in zip(saved, loaded, strict=True))
     return saved
+
+
+def _unrounded(saved: Any, loaded: Any, dtype: torch.dtype) -> Any:
+    """`loaded`, with the saved tensors in place of those that are nothing but rounded to the dtype of the parameter."""
+    if type(saved) is Tensor and type(loaded) is Tensor:
+        there = saved.to(loaded.device)
+        is_rounded = saved.dtype != loaded.dtype == dtype and saved.shape == loaded.shape
+        return there if is_rounded and torch.allclose(there.to(dtype), loaded, rtol=0, atol=0, equal_nan=True) else loaded
+    if isinstance(saved, dict) and type(saved) is type(loaded) and saved.keys() == loaded.keys():
+        return type(saved)((key, _unrounded(value, loaded[key], dtype)) for key, value in saved.items())
+    if type(saved) in (list, tuple) and type(saved) is type(loaded) and len(saved) == len(loaded):
+        return type(saved)(_unrounded(one, other, dtype) for one, other in zip(saved, loaded, strict=True))
+    return loaded
 
 
 def inner_optimizers(optimizer: Optimizer, *, with_own_state: bool = True) -> dict[str, Optimizer]:

@@ -23,7 +23,6 @@ __all__ = [
     "any_rank",
     "broadcast",
     "broadcast_buffers",
-    "broadcast_bytes",
     "collectives_begun",
     "end_process",
     "everyones",
@@ -155,15 +154,6 @@ def collectives_begun() -> int:
         return sum(group._get_sequence_number_for_group() for group in groups)
     except RuntimeError:  # not every backend counts; and a group may be made at this moment
         return 0
-
-
-def broadcast_bytes(content: bytes) -> bytes:
-    """The `content` of rank 0, on all ranks; it is equally long on each. Blocking; nothing in a single process."""
-    if world_size() == 1:
-        return content
-    shared = torch.tensor(list(content), dtype=torch.uint8, device=_device())
-    dist.broadcast(shared, src=0)
-    return bytes(shared.tolist())  # sync
 
 
 def own_process() -> list[str]:

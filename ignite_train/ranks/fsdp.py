@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -10,23 +11,25 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from ignite_train.errors import UnlikeParametersError
 from ignite_train.model.gradients import Gradients
 from ignite_train.ranks import collectives
-from ignite_train.ranks.messages import Outgoing
+from ignite_train.ranks.messages import Outgoing, Piggyback
 from ignite_train.ranks.placeholders import Placeholders
-from ignite_train.ranks.same_parameters import SameParameters
+from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.statistics import Statistics
 
-__all__ = ["FSDPReduction", "check_divide_factors"]
+__all__ = ["FSDPReduction", "SameParameters", "check_divide_factors"]
 
 
-class FSDPReduction:
+class FSDPReduction(Reduction):
     """FSDP2: gradients stay whole and local until the last backward scatters their mean over the ranks.
 
     That keeps a whole gradient in memory for the price of one reduction an update. The norm needs the shards of all ranks:
     each rank's share of it travels with the statistics, whose reduction therefore starts after the last backward.
 
-    Every forward and backward gathers parameters from all ranks, so a rank without data has to run them too, on a placeholder.
+    Every forward and backward gathers parameters from all ranks, so a rank without data has to run them too: on what another
+    rank runs at the same time, so that both use the same modules.
 
     What an update that was broken off has left inside of FSDP2 is dropped when the next one begins, and not at once: other
     ranks may be in a collective that will not be joined.
@@ -34,19 +37,16 @@ class FSDPReduction:
     Args:
         root: the module that `fully_shard` was applied to last.
         placeholders: what a rank without data runs on.
-        borrows: whether that is what another rank runs at the same time, so that both use the same modules; or else a
-            micro-batch of its own, since forward has collectives of its own, in which each is to be there once.
     """
 
     may_drop_micro_batches = False
     forward_is_local = False
 
-    def __init__(self, root: nn.Module, placeholders: Placeholders, *, borrows: bool = True) -> None:
-        self.module = root
+    def __init__(self, root: nn.Module, placeholders: Placeholders) -> None:
+        super().__init__(root)
         self.divisor = collectives.world_size()
         self._root: Any = root
         self._placeholders, self._same_parameters = placeholders, SameParameters()
-        self._borrows = borrows
         self._has_begun = False  # an update, which has not ended
 
     def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:
@@ -57,8 +57,7 @@ class FSDPReduction:
 
         Args:
             group: this rank's micro-batches.
-            max_micro_batches: how many the rank with the most of them has; None if that is unknown, or if some rank has fewer
-                and borrows.
+            max_micro_batches: how many the rank with the most of them has; None if that is unknown, or if some rank has fewer.
         """
         if self._has_begun:
             self._drop_leftovers()
@@ -66,7 +65,7 @@ class FSDPReduction:
         if max_micro_batches is None:
             lengths = [int(length) for length in collectives.everyones(len(group))]
             max_micro_batches = max(lengths)
-            if self._borrows and min(lengths) < max_micro_batches:
+            if min(lengths) < max_micro_batches:
                 self._placeholders.borrow(group, lengths)
                 return max_micro_batches - len(group)
         return max_micro_batches - len(group) if self._placeholders.choose(group) else 0
@@ -86,9 +85,6 @@ class FSDPReduction:
     def run_placeholder(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
         """Runs the forward of a micro-batch that does not count; its backward adds zeros. Collective, as any forward."""
         return self._placeholders.loss(loss_of)
-
-    def begin(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients, loss: Tensor) -> None:
-        """Nothing: the statistics wait for the norm."""
 
     def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> None:
         """Starts the statistics, with this rank's share of the squared norm."""
@@ -123,6 +119,61 @@ class FSDPReduction:
                 parameter.unsharded_accumulated_grad = None
                 if (whole := vars(parameter).get("_unsharded_param")) is not None:  # or else it was never gathered
                     whole.grad = None
+
+
+class SameParameters(Piggyback):
+    """Compares over the ranks which parameters have a gradient, before the step.
+
+    FSDP2 reduces those gradients of a group of parameters that there are on each rank, end to end. Where a rank has used other
+    parameters than the rest, of the same shapes, it adds up gradients of different parameters without an error.
+
+    What travels are the two halves of a checksum and their squares: over W ranks, (Σw)² = W·Σw² holds if and only if all w are
+    equal.
+    """
+
+    payload_size = 4
+
+    def __init__(self) -> None:
+        self._present: list[bool] = []
+        self._words = [0.0] * self.payload_size
+        self._gradients: Gradients | None = None
+
+    def look(self, gradients: Gradients) -> None:
+        """Looks which parameters have one, after the last backward."""
+        self._gradients = gradients
+        present = [parameter.grad is not None for parameter in gradients.parameters()]
+        if present != self._present:
+            checksum = zlib.crc32(bytes(present))
+            words = checksum >> 16, checksum & 0xFFFF
+            self._present, self._words = present, [float(word) for word in (*words, *(word * word for word in words))]
+
+    def payload(self) -> Sequence[float]:
+        """The halves of the checksum of this rank, and their squares."""
+        return self._words
+
+    def vetoes(self, sums: Tensor) -> Tensor:
+        """See `Piggyback`: whether the ranks differ."""
+        return (sums[:2].square() != collectives.world_size() * sums[2:]).any()
+
+    def on_reduced(self, sums: list[float]) -> None:
+        """Compares.
+
+        Raises:
+            UnlikeParametersError: some ranks have gradients of other parameters than the rest.
+        """
+        words, squares = map(int, sums[:2]), map(int, sums[2:])
+        num_ranks = collectives.world_size()
+        if all(word * word == num_ranks * square for word, square in zip(words, squares, strict=True)):
+            return
+        of_ranks = collectives.gather_objects(self._present)
+        parameters = [] if self._gradients is None else self._gradients.parameters()
+        for parameter, on_rank in zip(parameters, zip(*of_ranks, strict=True), strict=True):
+            if len({*on_rank}) > 1 and self._gradients is not None:
+                have = tuple(rank for rank, has_one in enumerate(on_rank) if has_one)
+                raise UnlikeParametersError(self._gradients.name(parameter), have)
+
+    def settle(self) -> None:
+        """Nothing is left to compare after an update."""
 
 
 def check_divide_factors(root: nn.Module) -> None:

@@ -1,28 +1,27 @@
-"""When and how gradients and statistics cross ranks: what the update asks, and the ways that need no code of their own."""
+"""When and how gradients and statistics cross ranks: what the update asks, and one process alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train.model.gradients import Gradients
-from ignite_train.model.sparse_parameters import no_rows, sparse_parameters
-from ignite_train.ranks.bucket_order import settle_bucket_order
 from ignite_train.ranks.messages import Outgoing
 from ignite_train.ranks.statistics import Statistics
 
-__all__ = ["DDPReduction", "NoReduction", "PlainReduction", "Reduction"]
+__all__ = ["NoReduction", "Reduction"]
 
 _NOTHING = nullcontext()
 
 
-class Reduction(Protocol):
-    """What the update asks of the way in which gradients cross ranks.
+class Reduction:
+    """The way in which gradients cross the ranks: the base class of all ways, with no collective in forward or backward.
+
+    Args:
+        model: the model, without a wrapper.
 
     Attributes:
         divisor: what the reduced gradient is the sum over ranks divided by.
@@ -30,55 +29,6 @@ class Reduction(Protocol):
         may_drop_micro_batches: whether a rank may drop a micro-batch on its own, since no collective is issued before all of
             its backwards are done.
         forward_is_local: whether a rank can run `module` on its own: its forward has no collective.
-    """
-
-    divisor: int
-    module: nn.Module
-    may_drop_micro_batches: bool
-    forward_is_local: bool
-
-    def context(self, *, last: bool) -> AbstractContextManager[Any]:
-        """The context of a forward and its backward, whose gradients stay on this rank unless it is the update's `last`."""
-
-    def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:
-        """How often this rank has to run `run_placeholder` to take part in an update. May be collective.
-
-        Args:
-            group: this rank's micro-batches.
-            max_micro_batches: how many the rank with the most of them has; None if unknown.
-        """
-
-    def run_placeholder(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
-        """On a rank that lacks a micro-batch: a loss whose backward takes part in what others reduce in theirs. Collective.
-
-        `loss_of` runs the user's forward on a micro-batch, for those who cannot do without.
-        """
-
-    def begin(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients, loss: Tensor) -> None:
-        """Before the last backward, that of `loss`: starts what can overlap it. Collective."""
-
-    def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor | None:
-        """After the last backward: reduces what is left. Collective.
-
-        Returns:
-            The gradients' norm, as `Gradients.norm` gives it; None if the statistics carry each rank's share of it.
-        """
-
-    def norm(self, gradients: Gradients) -> float | Tensor:
-        """The norm of the reduced gradients as they are now. May be collective."""
-
-    def scaled_norm(self, gradients: Gradients) -> float:
-        """The norm of the reduced gradients where their squares are too large or too small for float32. May be collective."""
-
-    def finish(self, *, applied: bool) -> None:
-        """After the update: whether it was applied, which is the same on all ranks."""
-
-
-class PlainReduction:
-    """Base class of reductions without collectives in forward or backward.
-
-    Args:
-        model: the model, without a wrapper.
     """
 
     divisor = 1
@@ -89,215 +39,52 @@ class PlainReduction:
         self.module = model
 
     def context(self, *, last: bool) -> AbstractContextManager[Any]:  # noqa: ARG002
-        """Every backward is local."""
+        """The context of a forward and its backward, whose gradients stay on this rank unless it is the update's `last`."""
         return _NOTHING
 
     def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:  # noqa: ARG002
-        """None: no rank waits in forward or backward."""
+        """How often this rank has to run `run_placeholder` to take part in an update. May be collective.
+
+        Args:
+            group: this rank's micro-batches.
+            max_micro_batches: how many the rank with the most of them has; None if unknown.
+        """
         return 0
 
     def run_placeholder(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
-        """Never called, since nothing is missing."""
+        """On a rank that lacks a micro-batch: a loss whose backward takes part in what others reduce in theirs. Collective.
+
+        `loss_of` runs the user's forward on a micro-batch, for those who cannot do without.
+        """
         raise NotImplementedError
 
     def begin(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients, loss: Tensor) -> None:
-        """Nothing may start before the last backward."""
+        """Before the last backward, that of `loss`: starts what can overlap it. Collective."""
+
+    def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor | None:  # noqa: ARG002
+        """After the last backward: reduces what is left. Collective.
+
+        Returns:
+            The gradients' norm, as `Gradients.norm` gives it; None if the statistics carry each rank's share of it.
+        """
+        return gradients.norm()
 
     def norm(self, gradients: Gradients) -> float | Tensor:
-        """The norm: the gradients are whole, and the same on all ranks."""
+        """The norm of the reduced gradients as they are now. May be collective."""
         return gradients.norm()
 
     def scaled_norm(self, gradients: Gradients) -> float:
-        """The norm: the gradients are whole, and the same on all ranks."""
+        """The norm of the reduced gradients where their squares are too large or too small for float32. May be collective."""
         return gradients.scaled_norm()
 
     def finish(self, *, applied: bool) -> None:
-        """Nothing is remembered."""
+        """After the update: whether it was applied, which is the same on all ranks."""
 
 
-class NoReduction(PlainReduction):
+class NoReduction(Reduction):
     """One process: there are no other ranks to reduce with."""
 
     def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:
         """The norm."""
         statistics.pack(*outgoing, alone=True)
         return gradients.norm()
-
-
-class DDPReduction:
-    """`DistributedDataParallel`: its hooks average gradients in the last backward, overlapping it.
-
-    Buffers of rank 0 go to all ranks before the first forward, once. The wrapper itself would do so in each call of it that
-    follows one without `no_sync`: twice where forward calls it twice, but once on a rank without data, where the ranks would
-    wait for each other forever.
-
-    Args:
-        model: `ddp`, or what holds it.
-        ddp: the wrapped model.
-    """
-
-    may_drop_micro_batches = False
-    forward_is_local = True
-
-    def __init__(self, model: nn.Module, ddp: DistributedDataParallel) -> None:
-        self._ddp = ddp
-        self.module = ddp.module if model is ddp else model
-        self.divisor = torch.distributed.get_world_size(ddp.process_group)
-        self._unreduced = _frozen_when_wrapped(ddp)
-        self._has_order = False  # of the buckets
-        self._is_first = True  # the next context is the first one of an update, or of another evaluation of its loss
-        for parameter in sparse_parameters(ddp.module):
-            if parameter.requires_grad:
-                # DDP divides a sparse gradient in place, whose rows may be the gradient that backward hands on to other layers.
-                parameter.register_hook(torch.clone)  # type: ignore[no-untyped-call]
-
-    @property
-    def tells_unused(self) -> bool:
-        """Whether DDP finds out which parameters no rank has a gradient of, and none of them has a hook."""
-        ddp = self._ddp
-        return ddp.find_unused_parameters and not ddp.static_graph and not any(map(_has_hooks, ddp.module.parameters()))
-
-    def context(self, *, last: bool) -> AbstractContextManager[Any]:
-        """DDP's `no_sync`, which must cover forward and backward; none for the last. Collective, where there are buffers."""
-        ddp = self._ddp
-        within = _NOTHING if last else ddp.no_sync()
-        if not ddp.broadcast_buffers or not ddp.modules_buffers or "buffer_hook" in vars(ddp):
-            return within
-        return self._with_buffers(within, last=last)
-
-    @contextmanager
-    def _with_buffers(self, within: AbstractContextManager[Any], *, last: bool) -> Iterator[None]:
-        """In place of the wrapper, gives the buffers of rank 0 to all."""
-        ddp = self._ddp
-        if self._is_first:
-            ddp._sync_buffers()  # type: ignore[no-untyped-call]
-        self._is_first, ddp.broadcast_buffers = last, False
-        try:
-            with within:
-                yield
-        finally:
-            ddp.broadcast_buffers = True
-
-    def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:  # noqa: ARG002
-        """1 on a rank without data, else 0: the backward that reduces must run on every rank. Collective the first time."""
-        if not self._has_order:
-            self._has_order = True
-            if self.divisor > 2:  # a + b is b + a
-                settle_bucket_order(self._ddp)
-        self._is_first = True  # also after an update that was broken off
-        return 0 if group else 1
-
-    def run_placeholder(self, loss_of: Callable[[Any], Tensor]) -> Tensor:  # noqa: ARG002
-        """Goes through DDP's forward, with its collectives, to a graph that reaches each parameter without a gradient.
-
-        DDP takes what is missing for zero, or, where it looks for unused parameters, for unused on this rank. The module inside
-        is never called, so no data is needed and no buffer changes; nor is any hook of a module, that of the wrapper included.
-        Nothing is multiplied by zero either: 0 · inf would be NaN. Hooks of a parameter, which torch would call with None, are
-        given zeros, or are not called where DDP looks for unused parameters.
-        """
-        ddp, module = self._ddp, self._ddp.module
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        sparse = {*map(id, sparse_parameters(module))}
-        if ddp.find_unused_parameters:  # where a dense one that is out of the graph is ready for the reduction
-            parameters = [one for one in parameters if id(one) in sparse or not _has_hooks(one)] or parameters
-        ddp.module = _NoData(module, parameters, sparse)
-        try:
-            # not a call of `ddp`, which has hooks
-            loss: Tensor = DistributedDataParallel.forward(ddp)  # type: ignore[no-untyped-call]
-        finally:
-            ddp.module = module
-        return loss
-
-    def begin(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients, loss: Tensor) -> None:
-        """Starts the statistics, ahead of the gradients' buckets on every rank.
-
-        Gradients that backward leaves in the same memory are told apart at its end, before DDP writes their means: those may
-        differ, where another rank has used only one of the parameters. A callback that is queued first runs first, and DDP
-        queues its own when the last bucket is full.
-
-        Raises:
-            ValueError: a parameter is trained that was frozen when DDP looked for what to reduce.
-        """
-        if any(parameter.requires_grad for parameter in self._unreduced):
-            self._refuse_unreduced(gradients)
-        statistics.start(*outgoing)
-        if loss.requires_grad:
-            loss.register_hook(lambda _: _queue_at_end_of_backward(gradients.separate))  # type: ignore[no-untyped-call]
-
-    def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:  # noqa: ARG002
-        """The norm: the gradients are the same on all ranks by now."""
-        return gradients.norm()
-
-    def norm(self, gradients: Gradients) -> float | Tensor:
-        """The norm: the gradients are whole, and the same on all ranks."""
-        return gradients.norm()
-
-    def scaled_norm(self, gradients: Gradients) -> float:
-        """The norm: the gradients are whole, and the same on all ranks."""
-        return gradients.scaled_norm()
-
-    def finish(self, *, applied: bool) -> None:
-        """Nothing is remembered."""
-
-    def _refuse_unreduced(self, gradients: Gradients) -> None:
-        trained = {*map(id, gradients.parameters())}
-        for parameter in self._unreduced:
-            if parameter.requires_grad and id(parameter) in trained:
-                raise ValueError(
-                    f"model must be wrapped in DistributedDataParallel before {gradients.name(parameter)} is frozen, got it "
-                    "frozen then and trained now, where each rank would keep its own gradient; freeze it after wrapping, or "
-                    "attach Freeze"
-                )
-
-
-def _frozen_when_wrapped(ddp: DistributedDataParallel) -> list[nn.Parameter]:
-    """The parameters that `ddp` was not told to ignore and does not reduce; none where that cannot be found out any more."""
-    reducer = vars(ddp).get("reducer")
-    if reducer is None:
-        return []
-    named = [(name, parameter) for name, parameter in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]
-    frozen = [parameter for _, parameter in named if not parameter.requires_grad]
-    return frozen if len(reducer.get_backward_stats()) == len(named) - len(frozen) else []
-
-
-def _queue_at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Has the engine call it when all gradients of the running backward are there."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-class _NoData(nn.Module):
-    """A module with the parameters and buffers of another, because DDP looks them up, and with a forward of its own."""
-
-    def __init__(self, module: nn.Module, parameters: list[nn.Parameter], sparse: set[int]) -> None:
-        super().__init__()
-        self._borrowed = sparse, *parameters
-        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
-
-    def forward(self) -> Tensor:
-        zero: Tensor = _NoGradients.apply(*self._borrowed)  # type: ignore[no-untyped-call]
-        return zero
-
-    __call__ = forward  # without the hooks that torch has for all modules
-
-
-class _NoGradients(torch.autograd.Function):
-    """A zero whose backward gives no gradients, but sparse ones without rows, on which DDP insists, and zeros to hooks."""
-
-    @staticmethod
-    def forward(ctx: Any, sparse: set[int], *parameters: Tensor) -> Tensor:
-        ctx.sparse, ctx.parameters = sparse, parameters
-        return torch.zeros((), device=parameters[0].device)  # real, as a loss must be, whatever the parameters are
-
-    @staticmethod
-    def backward(ctx: Any, *_grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        return None, *(_nothing_for(parameter, is_sparse=id(parameter) in ctx.sparse) for parameter in ctx.parameters)
-
-
-def _has_hooks(parameter: Tensor) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
-def _nothing_for(parameter: Tensor, *, is_sparse: bool) -> Tensor | None:
-    if is_sparse:
-        return no_rows(parameter)
-    return torch.zeros_like(parameter) if _has_hooks(parameter) else None

@@ -5,37 +5,39 @@ from __future__ import annotations
 import logging
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ignite_train.device.streams import copy_on
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.memory_layout import as_gradient_of, gradient_dtype
 from ignite_train.model.sparse_parameters import sparse_parameters
 from ignite_train.ranks import collectives
-from ignite_train.ranks.bare_forward import BareForward
-from ignite_train.ranks.buckets import buckets
-from ignite_train.ranks.joint_message import JointMessage
 from ignite_train.ranks.messages import Outgoing
-from ignite_train.ranks.reduction import PlainReduction
+from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.sparse_rows import SparseRows
 from ignite_train.ranks.statistics import Statistics
 from ignite_train.ranks.unlike_ranks import described_parameters, refuse_unlike_ranks
 
-__all__ = ["ExplicitReduction", "LocalReduction", "SmallReplicas"]
+__all__ = ["ExplicitReduction", "LocalReduction", "SmallReplicas", "buckets", "mean_over_ranks"]
+
+T = TypeVar("T", bound=Tensor)
 
 _WAITS_FOR_RANKS = True  # HangWatch looks for it in the file where a rank stands
 
 _grad_dtype = operator.attrgetter("grad_dtype")
+_BUCKET_BYTES = 25 * 2**20  # DDP's default
 _TAIL_ELEMENTS = 2**14  # how much of the gradient travels beside the statistics, in float64
 
 
-class ExplicitReduction(PlainReduction):
+class ExplicitReduction(Reduction):
     """Sums gradients over ranks after the last backward, in buckets; a vector of its own carries the statistics too.
 
     No collective is issued before every rank is done with its micro-batches, so whatever happens to one of them in forward or
@@ -54,48 +56,37 @@ class ExplicitReduction(PlainReduction):
         self._sparse: SparseRows | None = None
         self._buckets: tuple[tuple[nn.Parameter, ...], ...] = ()
         self._tail: tuple[nn.Parameter, ...] = ()  # whose gradients travel beside the statistics
-        self._num_small = 0  # how many elements they have
         self._planned: list[nn.Parameter] = []
         self._dtypes: list[torch.dtype | None] = []  # of their gradients; None: of any
-        self._message: JointMessage | None = None
         self._compared = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
 
     def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:
         """Sums gradients and statistics; a parameter that no rank has a gradient for keeps none."""
         self._make_plan(gradients, statistics.device)
-        small = [parameter.grad for parameter in self._tail]
-        here = [gradient is not None for gradient in small]
-        here += [parameter.grad is not None for parameter in chain(*self._buckets)]
-        under_way = []
-        for bucket in self._buckets:
-            flat = _flatten(bucket)
-            under_way.append((bucket, flat, collectives.start_sum(flat)))
+        here = [parameter.grad is not None for parameter in chain(self._tail, *self._buckets)]
+        under_way = [(bucket, flat, collectives.start_sum(flat)) for bucket in self._buckets for flat in [_flatten(bucket)]]
 
-        announced = None if self._sparse is None else self._sparse.announcement()
-        num_announced = 0 if announced is None else announced.numel()
-        vector = statistics.pack(*outgoing, beside=len(here) + num_announced + self._num_small)
+        announced = self._sparse.announcement().tolist() if self._sparse is not None else []
+        numbers = [*map(float, here), *announced]
+        tail = _flatten(self._tail) if self._tail else torch.empty(0, device=statistics.device)
+        vector = statistics.pack(*outgoing, beside=len(numbers) + tail.numel())
         assert vector is not None  # noqa: S101  # there are several ranks
-        message = self._message_like(vector, len(here), num_announced)
-        message.pack(vector, here, announced, small)
-        message.cross()
-        statistics.take(message.statistics)
+        message = torch.cat([vector, copy_on(vector.device, torch.tensor(numbers, dtype=vector.dtype)), tail])
+        dist.all_reduce(message)
+        sums, flags, announced_by_all, summed_tail = torch.split(
+            message, [len(vector), len(here), len(announced), tail.numel()]
+        )
+        vector.copy_(sums)
 
-        exists = here if all(here) else (message.flags > 0).tolist()  # sync, only if one is missing on this rank
-        message.unpack(small, exists[: len(small)])
-        of_buckets = iter(exists[len(small) :])
+        exists = iter(here if all(here) else (flags > 0).tolist())  # sync, only if one is missing on this rank
+        unflatten(self._tail, summed_tail.to(tail.dtype), exists)
         for bucket, flat, work in under_way:
             if work is not None:
                 work.wait()
-            _unflatten(bucket, flat, of_buckets)
+            unflatten(bucket, flat, exists)
         if self._sparse is not None:
-            self._sparse.add_over_ranks(message.announced)
+            self._sparse.add_over_ranks(announced_by_all)
         return gradients.norm()
-
-    def _message_like(self, statistics: Tensor, num_flags: int, num_announced: int) -> JointMessage:
-        """The message of the update before; another one where other parameters have become trainable, or names are logged."""
-        if self._message is None or self._message.statistics.numel() != statistics.numel():
-            self._message = JointMessage(statistics, num_flags, num_announced, self._tail)
-        return self._message
 
     def _make_plan(self, gradients: Gradients, device: torch.device) -> None:
         """Cuts the trainable parameters into buckets; again only when those, or the dtypes of gradients, are others."""
@@ -103,7 +94,7 @@ class ExplicitReduction(PlainReduction):
         dtypes = [*map(_grad_dtype, trainable)]
         if dtypes == self._dtypes and all(map(operator.is_, trainable, self._planned)):
             return
-        self._planned, self._dtypes, self._message = trainable, dtypes, None
+        self._planned, self._dtypes = trainable, dtypes
         self._compare_new(gradients)
         for parameter in gradients.parameters():
             if not parameter.requires_grad:  # frozen within this update: what is there is of this rank alone
@@ -122,7 +113,6 @@ class ExplicitReduction(PlainReduction):
         in_tail = {*map(id, tail)}
         whole = (parameter for parameter in trainable if id(parameter) not in in_tail)
         self._buckets, self._tail = tuple(map(tuple, buckets(whole, gradient_dtype))), tuple(tail)
-        self._num_small = sum(map(Tensor.numel, tail))
 
     def _compare_new(self, gradients: Gradients) -> None:
         """Looks at parameters that were not in the model at first, whose values no reduction of gradients makes equal.
@@ -159,7 +149,7 @@ class SmallReplicas(ExplicitReduction):
 
     def __init__(self, model: nn.Module, ddp: DistributedDataParallel) -> None:
         super().__init__(ddp.module if model is ddp else model, synchronise=False)  # DDP has done so
-        self._ddp, self._bare_forward = ddp, BareForward(ddp)
+        self._ddp = ddp
         logging.getLogger("ignite_train").info(
             "the gradients are so small that they cross the ranks with the statistics, in one collective, and not by the hooks "
             "of DistributedDataParallel; reduction='ddp' insists on those"
@@ -174,11 +164,11 @@ class SmallReplicas(ExplicitReduction):
 
     def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:  # noqa: ARG002
         """None. Disarms the hooks of DDP in each update, on all ranks: also on those without a micro-batch."""
-        self._bare_forward.disarm()
+        self._disarm()
         return 0
 
     def context(self, *, last: bool) -> AbstractContextManager[Any]:  # noqa: ARG002
-        """A context in which DDP reduces nothing, as in its `no_sync`; the same for each backward.
+        """DDP's `no_sync`, for each backward.
 
         Raises:
             ValueError: a communication hook was registered meanwhile.
@@ -188,10 +178,26 @@ class SmallReplicas(ExplicitReduction):
                 "model must have its communication hook before it is given to create_trainer; call register_comm_hook earlier, "
                 "or pass reduction='ddp'"
             )
-        return self._bare_forward
+        self._disarm()
+        return self._ddp.no_sync()
+
+    def _disarm(self) -> None:
+        """Has the hooks of DDP wait for no backward, until its next forward outside of `context`.
+
+        A forward with gradients has them reduce in the next backward on this rank, also in one under `no_sync`. The buckets are
+        laid out once more in the second of such forwards, by a broadcast. So all ranks disarm alike.
+
+        Raises:
+            RuntimeError: torch's own, as in the next forward of DDP: it has the gradients of some parameters only and waits for
+                those of others.
+        """
+        reducer = vars(self._ddp).get("reducer")
+        if reducer is not None:
+            reducer._check_reducer_finalized()
+            reducer._reset_state()
 
 
-class LocalReduction(PlainReduction):
+class LocalReduction(Reduction):
     """Leaves gradients on their rank, for an outer optimizer that makes the replicas equal from time to time.
 
     The packed statistics cross in each update all the same, so that all ranks know the loss, the logs and when to stop.
@@ -208,6 +214,46 @@ class LocalReduction(PlainReduction):
         """Sends the statistics. The norm is a placeholder: each rank has its own, which `LocalUpdate` takes and sends."""
         statistics.start(*outgoing)
         return 1.0
+
+
+def buckets(tensors: Iterable[T], dtype_of: Callable[[T], torch.dtype] = lambda tensor: tensor.dtype) -> list[list[T]]:
+    """Puts tensors together by dtype and device, in their order, and begins another bucket where one would exceed 25 MiB.
+
+    Args:
+        tensors: which.
+        dtype_of: that in which a tensor, or what belongs to it, crosses the ranks.
+    """
+    found: dict[tuple[torch.dtype, torch.device], list[list[T]]] = {}
+    for tensor in tensors:
+        same = found.setdefault((dtype_of(tensor), tensor.device), [[]])
+        num_bytes = sum(one.numel() * dtype_of(one).itemsize for one in (*same[-1], tensor))
+        if same[-1] and num_bytes > _BUCKET_BYTES:
+            same.append([])
+        same[-1].append(tensor)
+    return [bucket for same in found.values() for bucket in same]
+
+
+def mean_over_ranks(tensors: Sequence[Tensor]) -> None:
+    """Puts the mean over all ranks into each tensor, in place. Nothing in a single process.
+
+    One blocking all-reduce for each 25 MiB of a dtype and device; all are under way at once. The result has the same bits on
+    all ranks. Needs memory for a copy of the tensors.
+
+    Args:
+        tensors: of the same shapes and dtypes on all ranks, in the same order.
+    """
+    world_size = collectives.world_size()
+    if world_size == 1:
+        return
+    with torch.no_grad():
+        flats = [(bucket, torch.cat([tensor.reshape(-1) for tensor in bucket])) for bucket in buckets(tensors)]
+        for work in [collectives.start_sum(flat) for _, flat in flats]:
+            if work is not None:
+                work.wait()
+        for bucket, flat in flats:
+            parts = torch.split(flat.div_(world_size), [tensor.numel() for tensor in bucket])
+            for tensor, part in zip(bucket, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
 
 
 def _begin_alike(model: nn.Module) -> None:
@@ -228,10 +274,13 @@ def _flatten(parameters: tuple[nn.Parameter, ...]) -> Tensor:
     )
 
 
-def _unflatten(parameters: tuple[nn.Parameter, ...], flat: Tensor, present: Iterator[bool]) -> None:
+def unflatten(parameters: tuple[nn.Parameter, ...], flat: Tensor, present: Iterator[bool]) -> None:
     """Gives each parameter its part of `flat` for a gradient, with the strides of the parameter, unless no rank has one."""
     parts = torch.split(flat, [p.numel() for p in parameters])
     for parameter, part in zip(parameters, parts, strict=True):
         if next(present):
             contiguous = parameter.is_contiguous()  # asked here because a call for each parameter would cost more
-            parameter.grad = part.view_as(parameter) if contiguous else as_gradient_of(part, parameter)
+            values = part.view_as(parameter) if contiguous else as_gradient_of(part, parameter)
+            parameter.grad = values.to(gradient_dtype(parameter))
+        else:
+            parameter.grad = None

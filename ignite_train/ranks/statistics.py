@@ -190,10 +190,6 @@ class Statistics:
             self._vector = self._as_vector()
         return self._vector
 
-    def take(self, sums: Tensor) -> None:
-        """Tells where the sums over the ranks are of what `pack` gave, if they are not in its place."""
-        self._vector = sums
-
     def start(self, requests: RankRequests, piggybacks: Sequence[Piggyback] = (), norm_squared: float | Tensor = 0.0) -> None:
         """Packs and starts the reduction, to overlap what follows. Collective."""
         vector = self.pack(requests, piggybacks, norm_squared)

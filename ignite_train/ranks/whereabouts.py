@@ -6,7 +6,6 @@ import gc
 import linecache
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -40,46 +39,49 @@ def find_whereabouts(thread: int) -> Whereabouts:
     is begun.
     """
     threads = {each.ident: each.name for each in threading.enumerate()}
-    if (frame := _frame_of(thread)) is None:
+    top = _top_of(thread)
+    if not top:
         return Whereabouts("nowhere", waits=False)
-    caller = list(_top_of(frame))[-1]
-    name = caller.f_globals.get(_THREAD_MARK)
+    name = top[-1].f_globals.get(_THREAD_MARK)
     for number in reversed(threads):  # the latest comes first; an earlier one may be what it waits for itself
         if name is not None and threads[number] == name and number is not None and number != thread:
-            awaited = _frame_of(number)
-            if awaited is not None and _THREAD_MARK not in list(_top_of(awaited))[-1].f_globals:
+            awaited = _top_of(number)
+            if awaited and _THREAD_MARK not in awaited[-1].f_globals:
                 return _place(awaited)
-    return _place(frame)
+    return _place(top)
 
 
-def _frame_of(thread: int) -> FrameType | None:
-    """The frame in which the thread of this number is.
+def _top_of(thread: int) -> list[FrameType]:
+    """The frames at the top of a thread's stack, down to the first one that is neither torch's nor of Python's own library.
 
-    Some versions of Python 3.11 and 3.12 hold the lock on their list of threads while they make the frames. Making one may
-    start a garbage collection, and a finaliser may let another thread run. If that thread starts a thread, it waits forever for
-    the same lock (python/cpython#106883). So the collector pauses meanwhile.
+    Where Python 3.11 makes a frame's object it may start a garbage collection, and a finaliser may let the other thread run on.
+    The object is then made of memory that the other thread has given to another frame by now, and the process dies of it. Some
+    versions of 3.11 and 3.12 also wait forever for a lock (python/cpython#106883). So the collector pauses meanwhile.
     """
     collects = gc.isenabled()
     gc.disable()
     try:
-        return sys._current_frames().get(thread)
+        frames: list[FrameType] = []
+        below = _frame_of(thread)
+        while below is not None:
+            frames.append(below)
+            if _module(below).partition(".")[0] not in _NOT_A_PLACE:
+                break
+            below = below.f_back
+        return frames
     finally:
         if collects:
             gc.enable()
 
 
-def _top_of(frame: FrameType) -> Iterator[FrameType]:
-    """The frames at the top of a stack, down to the first one that is neither torch's nor of Python's own library."""
-    below: FrameType | None = frame
-    while below is not None:
-        yield below
-        if _module(below).partition(".")[0] not in _NOT_A_PLACE:
-            return
-        below = below.f_back
+def _frame_of(thread: int) -> FrameType | None:
+    """The frame in which the thread of this number is."""
+    return sys._current_frames().get(thread)
 
 
-def _place(frame: FrameType) -> Whereabouts:
-    waiting = frame if _awaits_handle(frame) else next((each for each in _top_of(frame) if _waits(each)), None)
+def _place(top: list[FrameType]) -> Whereabouts:
+    frame = top[0]
+    waiting = frame if _awaits_handle(frame) else next((each for each in top if _waits(each)), None)
     place = waiting or frame
     file = Path(place.f_code.co_filename).name
     return Whereabouts(f"{place.f_code.co_name} ({file}:{place.f_lineno})", waits=waiting is not None)

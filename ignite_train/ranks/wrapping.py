@@ -12,10 +12,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ignite_train.arguments import one_of
 from ignite_train.carried import Carried
 from ignite_train.ranks import collectives
+from ignite_train.ranks.ddp import DDPReduction
 from ignite_train.ranks.fsdp import FSDPReduction, check_divide_factors
-from ignite_train.ranks.placeholder_reduction import PlaceholderReduction
-from ignite_train.ranks.placeholders import Placeholders
-from ignite_train.ranks.reduction import DDPReduction, NoReduction, Reduction
+from ignite_train.ranks.placeholders import PlaceholderReduction, Placeholders
+from ignite_train.ranks.reduction import NoReduction, Reduction
 from ignite_train.ranks.replicas import ExplicitReduction, LocalReduction, SmallReplicas
 
 __all__ = ["ReductionName", "own_parameters", "reduction_for", "unwrap"]
@@ -50,7 +50,7 @@ def reduction_for(
     if isinstance(model, DataParallel):
         raise TypeError("model must not be a DataParallel, whose replicas are threads; run one process for each device instead")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return _sharded(model, name, carried, borrows=not in_step)
+        return _sharded(model, name, carried)
     reduction = _replicated(model, name, accumulates=accumulates)
     if not in_step or collectives.world_size() == 1:
         return reduction
@@ -106,7 +106,7 @@ def own_parameters(model: nn.Module) -> list[str]:
     return [name for name, p in named if name in ddp.parameters_to_ignore and id(p) not in delayed]
 
 
-def _sharded(model: nn.Module, name: ReductionName, carried: Carried, *, borrows: bool) -> FSDPReduction:
+def _sharded(model: nn.Module, name: ReductionName, carried: Carried) -> FSDPReduction:
     if name not in ("auto", "fsdp"):
         raise ValueError(f"reduction must be 'auto' or 'fsdp' for a model that fully_shard was applied to, got {name!r}")
     if isinstance(model, (nn.ModuleDict, nn.ModuleList)):
@@ -128,7 +128,7 @@ def _sharded(model: nn.Module, name: ReductionName, carried: Carried, *, borrows
             "fully_shard a mesh of all ranks, of two dimensions if each shard must be on several of them"
         )
     check_divide_factors(model)
-    return FSDPReduction(model, Placeholders(model, carried), borrows=borrows)
+    return FSDPReduction(model, Placeholders(model, carried))
 
 
 def _hooked(model: nn.Module, ddp: DistributedDataParallel, name: ReductionName) -> Reduction:

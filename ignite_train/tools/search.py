@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from statistics import median, quantiles
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ignite_train.tools.trial import TrialError
 from ignite_train.tools.tuned import Measured, Settings
 
-__all__ = ["Dimension", "Measurable", "Race", "Search", "race"]
+__all__ = ["Dimension", "Race", "Search", "race"]
 
 _ROUNDS, _LAST_ROUNDS = 5, 9
 _LEAST_GAIN = 0.02  # a gain below this is not worth a change, however certain it is
@@ -17,7 +17,7 @@ _HOPELESS = 0.5  # one with such a ratio in two rounds is out
 
 
 class Dimension(NamedTuple):
-    """One setting, and the values to try.
+    """A setting and the values to try.
 
     Attributes:
         name: of the setting.
@@ -87,27 +87,13 @@ def race(before: Callable[[], float], after: Callable[[], float], *, rounds: int
     return found
 
 
-class Measurable(Protocol):
-    """Settings that are ready to be measured: a `Trial`, or what stands for one in a test."""
-
-    settings: Settings
-    samples: int
-    peak_memory: int | None
-
-    def seconds(self) -> float:
-        """Measures one window: seconds of an update."""
-
-    def close(self) -> None:
-        """Gives back what it holds."""
-
-
 class Search:
     """Coordinate by coordinate: the best value of the first setting is kept for the search of the second, and so on.
 
     At most two candidates are in memory together. One that raises is a row of the table, and ends nothing.
 
     Args:
-        build: makes settings ready; raises `TrialError` where it cannot.
+        build: makes the `Trial` of settings; raises `TrialError` where it cannot.
         present: the settings of the program.
         is_over: whether the time is over: the same on all ranks.
 
@@ -118,14 +104,14 @@ class Search:
         last_race: of the present and the fastest settings, at the end; None if they are the same.
     """
 
-    def __init__(self, build: Callable[[Settings], Measurable], present: Settings, is_over: Callable[[], bool]) -> None:
+    def __init__(self, build: Callable[[Settings], Any], present: Settings, is_over: Callable[[], bool]) -> None:
         self._build, self._present, self._is_over = build, present, is_over
         self.rows: list[Measured] = []
         self.fastest = present
         self.last_race: Race | None = None
         self.num_unmeasured = 0
         self._ratio = 1.0  # of the fastest settings to the present ones
-        self._open: list[Measurable] = []  # the fastest, and beside it the candidate
+        self._open: list[Any] = []  # the fastest, and beside it the candidate
 
     def __call__(self, dimensions: Iterable[Dimension]) -> None:
         """Searches.
@@ -187,7 +173,7 @@ class Search:
         if found.outcome != "faster":
             self.fastest = self._present
 
-    def _note(self, trial: Measurable, seconds: list[float], ratio: float, outcome: str) -> None:
+    def _note(self, trial: Any, seconds: list[float], ratio: float, outcome: str) -> None:
         low, middle, high = quantiles(seconds, n=4, method="inclusive")
         rate = trial.samples / median(seconds)
         self.rows.append(Measured(trial.settings, rate, (high - low) / middle, ratio, trial.peak_memory, outcome))

@@ -1,13 +1,15 @@
-"""One candidate of a search for fast settings: a trainer with these settings, measured in windows of updates."""
+"""A candidate of a search for fast settings: a trainer with these settings, measured in windows of updates."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain, cycle, islice
 from time import perf_counter
 from typing import Any
 
@@ -15,30 +17,142 @@ import ignite.distributed as idist
 import torch
 from ignite.distributed.comp_models.base import _SerialModel
 from ignite.engine import Events
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, Subset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ignite_train.arguments import describe
+from ignite_train.data.resumable_loader import ResumableLoader
+from ignite_train.engine.dispatch import Stateful
 from ignite_train.ranks import collectives
-from ignite_train.tools.fixed_samples import FixedSamples
 from ignite_train.tools.tuned import Settings
 from ignite_train.trainer import Trainer
 
-__all__ = ["Trial", "TrialError"]
+__all__ = ["Trial", "TrialError", "TrialSamples"]
 
 _SILENT = logging.Logger("ignite_train.tools", level=logging.CRITICAL + 1)  # it has no parent
 _WORDS = 300  # of an error, in a table
+_MOST_FETCHED = 64  # updates whose micro-batches are held in memory
 
 
 class TrialError(RuntimeError):
     """Settings could not be measured on some rank; the message is the reason, and the same on all ranks."""
 
 
+class TrialSamples:
+    """The samples of the first updates over a loader, which is not moved: each trial reads them again.
+
+    Of a DataLoader over a map-style dataset only the order is taken, from a copy of its sampler, and the samples are loaded
+    while they are measured, by the loader's own options. What any other loader gives is fetched once and held in memory, so
+    that loading is not measured. Where there are fewer samples, they are used repeatedly.
+
+    Args:
+        loader: the user's.
+        updates: how many.
+        steps_name: the setting that says how many micro-batches are an update; None: one.
+        settings: the present settings.
+
+    Raises:
+        TypeError: the loader is an iterator, which cannot be read without moving it.
+        ValueError: it is empty.
+
+    Attributes:
+        micro_batch: samples to a micro-batch; None if these cannot be cut otherwise.
+        workers: the worker processes of the loader; None if another number cannot be tried.
+        why_fixed: why `micro_batch` or `workers` is None, by their names.
+    """
+
+    def __init__(self, loader: Iterable[Any], updates: int, steps_name: str | None, settings: Mapping[str, Any]) -> None:
+        self.updates, self._loader, self._steps_name = updates, loader, steps_name
+        self.micro_batch: int | None = None
+        self.workers: int | None = None
+        self.why_fixed: dict[str, str] = {}
+        if steps_name is None:
+            self.why_fixed["micro_batch"] = "make_trainer has no parameter accumulation_steps"
+        elif not isinstance(settings[steps_name], int):
+            self.why_fixed["micro_batch"] = f"{steps_name} is not one number"
+        steps, kind = self.accumulation_steps(settings), type(loader).__name__
+        self._is_cut_again = True
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+            self._is_cut_again = False
+            self._given = _first(_fetch(loader, min(updates, _MOST_FETCHED) * steps), steps * updates)
+            self.why_fixed["micro_batch"] = f"what a {kind} without an order of indices gives cannot be cut otherwise"
+            self.why_fixed["workers"] = "the micro-batches were fetched beforehand, so that no figure contains loading"
+            return
+        self.workers, self.micro_batch = loader.num_workers, loader.batch_size
+        if isinstance(loader, ResumableLoader) and loader.fetches_in_thread:
+            self.workers = None
+            self.why_fixed["workers"] = "fetch_in_thread=True takes their place; the figures are without that thread"
+        if self.micro_batch is None:
+            self.why_fixed["micro_batch"] = f"the batch_sampler of the {kind} decides which samples are a micro-batch"
+        sampler = loader.batch_sampler if self.micro_batch is None else loader.sampler
+        self._given = _first(_copy_of(sampler, loader), steps * updates * (self.micro_batch or 1))
+
+    def accumulation_steps(self, settings: Settings) -> int:
+        """Returns the micro-batches to an update with these settings; 1 where they are not one number."""
+        steps = 1 if self._steps_name is None else settings[self._steps_name]
+        return steps if isinstance(steps, int) else 1
+
+    def loader(self, settings: Settings) -> Iterable[Any]:
+        """All samples in the micro-batches of `settings`; a pass over it can be made any number of times."""
+        loader, given = self._loader, self._given
+        if not isinstance(loader, DataLoader) or not self._is_cut_again:
+            return given
+        size, workers = settings["micro_batch"], settings["workers"] or 0
+        batches = given if size is None else [given[at : at + size] for at in range(0, len(given), size)]
+        places = iter(range(sum(map(len, batches))))
+        return DataLoader(
+            Subset(loader.dataset, list(chain(*batches))),  # without the dataset's set_epoch, which must not be called here
+            batch_sampler=[list(islice(places, len(batch))) for batch in batches],
+            num_workers=workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout if workers else 0,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context if workers else None,
+            generator=torch.Generator(),
+            prefetch_factor=loader.prefetch_factor if workers else None,
+            persistent_workers=workers > 0,
+        )
+
+
+def _first(values: Iterable[Any], number: int) -> list[Any]:
+    """So many values; if there are fewer, they are repeated."""
+    found = list(islice(values, number))
+    if not found:
+        raise ValueError("loader must give at least one micro-batch, got none")
+    return list(islice(cycle(found), number))
+
+
+def _copy_of(sampler: Any, loader: DataLoader[Any]) -> Any:
+    """A sampler with the same order, whose pass leaves the place and the generators of this one alone."""
+    try:
+        return copy.deepcopy(sampler, {id(loader.dataset): loader.dataset})
+    except (TypeError, RuntimeError, AttributeError):  # something in it cannot be copied, such as a generator of older torch
+        return copy.copy(sampler)
+
+
+def _fetch(loader: Iterable[Any], number: int) -> list[Any]:
+    """The first micro-batches of a loader, in this process. A loader with a state of its own is put back, also if it raises."""
+    if isinstance(loader, Iterator):
+        raise TypeError(f"loader must be one that can be read again, got {describe(loader)}; pass a DataLoader or a list")
+    if isinstance(loader, DataLoader):
+        own: DataLoader[Any] = copy.copy(loader)
+        own.num_workers, own.timeout, own.prefetch_factor = 0, 0, None
+        own._iterator, own.generator = None, torch.Generator()
+        loader = own
+    state = copy.deepcopy(loader.state_dict()) if isinstance(loader, Stateful) else None
+    try:
+        return list(islice(loader, number))
+    finally:
+        if isinstance(loader, Stateful) and state is not None:
+            loader.load_state_dict(state)
+
+
 class Trial:
     """A trainer and a loader with these settings, which compute some updates in each window.
 
-    A window is a pass over the fixed samples. Its first update is not measured: it waits for workers, and brings memory and
-    threads back into use. On several ranks each measures alone, so that a candidate that fails on one leaves none waiting.
+    A window is a pass over the samples. Its first update is not measured: it waits for workers, and brings memory and threads
+    back into use. On several ranks each measures alone, so that a candidate that fails on one leaves none waiting.
 
     Args:
         make_trainer: the user's function.
@@ -64,7 +178,7 @@ class Trial:
         make_trainer: Callable[..., Trainer],
         settings: Settings,
         arguments: Iterable[str],
-        samples: FixedSamples,
+        samples: TrialSamples,
         *,
         patience: float = math.inf,
     ) -> None:
@@ -74,7 +188,7 @@ class Trial:
         self.num_collectives = 0
         self.trainer: Trainer | None = None
         self._updates, self._patience = samples.updates, patience
-        self._count = self._measured = 0  # updates of the running window, and those of them that are timed
+        self._count = self._measured = 0  # updates of the running window, and the number of them that is timed
         self._begun = self._ended = 0.0
         self._loader: Iterable[Any] = ()
         chosen = {name: settings[name] for name in arguments}
@@ -101,7 +215,7 @@ class Trial:
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
-    def _begin(self, make_trainer: Callable[..., Trainer], arguments: dict[str, Any], samples: FixedSamples) -> float:
+    def _begin(self, make_trainer: Callable[..., Trainer], arguments: dict[str, Any], samples: TrialSamples) -> float:
         """Makes the trainer and runs a first window, in which memory is allocated, models are compiled and workers start."""
         on_cuda = torch.cuda.is_available()
         if on_cuda:

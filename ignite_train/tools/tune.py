@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from time import perf_counter
 from typing import Any
 
@@ -19,9 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ignite_train.arguments import describe, did_you_mean, positive_int, real_number
 from ignite_train.model.random_state import kept_random_state, restore_random_state
 from ignite_train.ranks import collectives
-from ignite_train.tools.fixed_samples import FixedSamples
 from ignite_train.tools.search import Dimension, Search
-from ignite_train.tools.trial import Trial, TrialError
+from ignite_train.tools.trial import Trial, TrialError, TrialSamples
 from ignite_train.tools.tuned import Settings, Tuned, changed_settings, label
 from ignite_train.trainer import Trainer
 
@@ -34,7 +33,7 @@ _PATIENCE = 3.0  # windows of the present settings, after which one of another c
 _SEARCH = 0.8  # of the time is for the search, the rest for the last race
 _STEP = 1.5  # one size of micro-batches is at least this many times the one before
 _ACCUMULATION = ("accumulation_steps", "gradient_accumulation_steps")
-_USUAL: Mapping[str, tuple[Any, ...]] = {"fused": (False, True), "channels_last": (False, True), "compile": (False, True)}
+_FLAGS = ("fused", "channels_last", "compile")
 _TOLERANCES = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 1e-2}
 
 
@@ -96,7 +95,9 @@ def tune(
     """
     arguments, started = _defaults(make_trainer), perf_counter()
     seconds = real_number("seconds", seconds, above=0)
-    with _kept_threads(), kept_random_state(loader) as random_state:
+    with ExitStack() as at_end:
+        at_end.callback(_set_threads, torch.get_num_threads())
+        random_state = at_end.enter_context(kept_random_state(loader))
         trials = _Trials(make_trainer, arguments, loader, random_state)
         chosen, left_alone = trials.dimensions({} if values is None else values)
         trials.fill_windows(min(_LONGEST_WINDOW, _WINDOW * seconds))
@@ -135,7 +136,7 @@ class _Trials:
     ) -> None:
         self._make_trainer, self._arguments, self._loader, self._random_state = make_trainer, arguments, loader, random_state
         self._steps_name = next((name for name in _ACCUMULATION if name in arguments), None)
-        self._samples = FixedSamples(loader, _FIRST_UPDATES, self._steps_name, arguments)
+        self._samples = TrialSamples(loader, _FIRST_UPDATES, self._steps_name, arguments)
         self.present: Settings = {
             "micro_batch": self._samples.micro_batch,
             **arguments,
@@ -145,7 +146,7 @@ class _Trials:
         self.warnings: list[str] = []
         self._patience = math.inf
         self._first: Trial | None = None  # with the present settings
-        self._draws = self._on_cpu = True
+        self._draws = True
         self._precision = "fp32"
 
     def __call__(self, settings: Settings) -> Trial:
@@ -159,14 +160,14 @@ class _Trials:
         return trial
 
     def dimensions(self, given: Any) -> tuple[list[Dimension], dict[str, str]]:
-        """What to vary, in the order in which it is searched, and why the other settings are left alone. Collective.
+        """The settings to vary, in the order of the search, and why the others are left alone. Collective.
 
-        Compiling is last, since it costs most. The dimensions are those of rank 0, so that all ranks measure the same.
+        Compiling is last, since it costs most. All ranks take the dimensions of rank 0, so that they measure the same.
         """
         if not isinstance(given, Mapping):
             raise TypeError(f'values must be a mapping such as {{"threads": [1, 2]}}, got {describe(given)}')
         usual: dict[str, tuple[Any, ...]] = {"threads": _powers(), "micro_batch": self._sizes(), "workers": (0, *_powers())}
-        usual |= {name: _USUAL.get(name, ()) for name in sorted(self._arguments, key=lambda name: name == "compile")}
+        usual |= {name: (False, True) if name in _FLAGS else () for name in self._arguments}
         for name in given:
             if name not in usual:
                 raise ValueError(f"values must have keys among {', '.join(usual)}, got {name!r}{did_you_mean(name, usual)}")
@@ -206,11 +207,11 @@ class _Trials:
                 "tune needs a model and a forward without collectives of their own, such as SyncBatchNorm's: a candidate that "
                 "fails on one rank would leave the others waiting; tune in a single process"
             )
-        self._first = None  # what it was trained on is not what the others are
+        self._first = None  # it was trained on other samples than the trials that follow
         self._patience = _PATIENCE * max(seconds, 2 * taken)
         updates = 1 + min(_MOST_UPDATES, max(2, round(seconds / max(taken, 1e-9))))
         updates = int(collectives.largest(updates)[0])
-        self._samples = FixedSamples(self._loader, updates, self._steps_name, self._arguments)
+        self._samples = TrialSamples(self._loader, updates, self._steps_name, self._arguments)
 
     def _look_at(self, trial: Trial) -> None:
         """Notes what of the model depends on how an update is cut into micro-batches."""
@@ -255,16 +256,15 @@ class _Trials:
         now = self._samples.micro_batch
         if now is None or "micro_batch" in self._samples.why_fixed:
             return ()
-        total = now * self._samples.accumulation_steps(self.present)
+        total, found = now * self._samples.accumulation_steps(self.present), {now}
         divisors = [size for size in range(1, total + 1) if total % size == 0]
-        above, below = [now], [now]
-        for size in divisors:
-            if size >= above[-1] * _STEP:
-                above.append(size)
-        for size in reversed(divisors):
-            if size * _STEP <= below[-1]:
-                below.append(size)
-        return (*reversed(below[1:]), *above)
+        for side in (divisors, divisors[::-1]):
+            nearest = now
+            for size in side[side.index(now) + 1 :]:
+                if max(size, nearest) >= min(size, nearest) * _STEP:
+                    nearest = size
+                    found.add(size)
+        return tuple(sorted(found))
 
     def _agreed(self, found: list[Dimension]) -> list[Dimension]:
         """The dimensions, if the settings of all ranks are the same; of each the values of rank 0."""
@@ -306,19 +306,14 @@ def _listed(name: str, values: Any) -> list[Any]:
 
 
 def _line(changes: Mapping[str, Any], loader: str) -> str:
-    """What to write to have these settings: in the loader, in the arguments of the function, and for torch."""
-    of_loader = {"micro_batch": "batch_size", "workers": "num_workers"}
-    parts = [f"torch.set_num_threads({value})" for key, value in changes.items() if key == "threads"]
-    for name, known in (("make_trainer", None), (loader, of_loader)):
-        taken = {
-            (known or {}).get(key, key): value
-            for key, value in changes.items()
-            if (key in of_loader) == (known is not None) and key != "threads"
-        }
-        if taken:
-            parts.append(
-                f"{name}({'' if known is None else '..., '}{', '.join(f'{key}={value!r}' for key, value in taken.items())})"
-            )
+    """The code that sets these settings: for torch, in the arguments of the function, and in the loader."""
+    names = {"micro_batch": "batch_size", "workers": "num_workers"}
+    of_loader = {names[key]: value for key, value in changes.items() if key in names}
+    of_function = {key: value for key, value in changes.items() if key not in names and key != "threads"}
+    parts = [f"torch.set_num_threads({changes['threads']})"] if "threads" in changes else []
+    for call, arguments in (("make_trainer(", of_function), (f"{loader}(..., ", of_loader)):
+        if arguments:
+            parts.append(f"{call}{', '.join(f'{key}={value!r}' for key, value in arguments.items())})")
     return "; ".join(parts)
 
 
@@ -328,12 +323,6 @@ def _powers() -> tuple[int, ...]:
     return tuple(dict.fromkeys([*(1 << exponent for exponent in range(number.bit_length())), number]))
 
 
-@contextmanager
-def _kept_threads() -> Iterator[None]:
-    """Sets torch's number of threads back at the end of this `with`."""
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
+def _set_threads(number: int) -> None:
+    if torch.get_num_threads() != number:
+        torch.set_num_threads(number)

@@ -8,18 +8,15 @@ from typing import Any
 
 from ignite.engine import Engine, Events
 from ignite.metrics import Metric
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ignite_train.arguments import check_state_dict, describe
 from ignite_train.engine.dispatch import stateful_handlers
-from ignite_train.errors import ForwardContractError
 from ignite_train.evaluation.uneven_metrics import metrics_published_at, uneven_metrics
 from ignite_train.events import TrainEvents
-from ignite_train.forward import ForwardOutput
 from ignite_train.metrics import is_published_metric
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
+from ignite_train.update.kept_outputs import KeptOutputs, keep_outputs
 
 __all__ = ["attach_metric"]
 
@@ -67,10 +64,8 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
         raise TypeError(f"metric must be a metric of Ignite, got {describe(metric)}")
     if not isinstance(name, str) or is_published_metric(name):
         raise ValueError(f"name must be a string that handlers do not publish a metric under, got {name!r}")
-    held = _MetricOfTraining(metric, name)
-    trainer.moments.on_backward.append(held.hold)
+    held = _MetricOfTraining(metric, name, keep_outputs(trainer, asked_by=f"attach_metric(..., {name!r})"))
     trainer.prepend_event_handler(Events.EPOCH_STARTED, held.begin_epoch)
-    trainer.prepend_event_handler(Events.ITERATION_STARTED, held.begin_update)
     trainer.prepend_event_handler(TrainEvents.STEP_COMPLETED, held.count)
     trainer.prepend_event_handler(Events.EPOCH_COMPLETED, held.end_epoch)
 
@@ -78,36 +73,21 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
 class _MetricOfTraining:
     """Feeds a metric by an engine of Ignite's own, so that any kind of metric is attached in its own way."""
 
-    def __init__(self, metric: Metric, name: str) -> None:
+    def __init__(self, metric: Metric, name: str, outputs: KeptOutputs) -> None:
         self._name = name
         self._engine = Engine(lambda _engine, batch: batch)
         metric.attach(self._engine, name)
-        self._held: list[Any] = []
+        self._outputs = outputs
         self._has_warned = False
-
-    def hold(self, output: ForwardOutput) -> None:
-        """Holds the outputs of a micro-batch, or of the part of it that fitted into memory, whose backward is done.
-
-        Raises:
-            ForwardContractError: `forward` gave no outputs.
-        """
-        if output.outputs is None:
-            raise ForwardContractError(
-                f"attach_metric(..., {self._name!r}) needs predictions; return ForwardOutput(..., outputs=(y_pred, y))"
-            )
-        self._held.append(pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output.outputs))
 
     def begin_epoch(self) -> None:
         """Resets the metric."""
         self._engine.fire_event(Events.EPOCH_STARTED)
 
-    def begin_update(self) -> None:
-        """Forgets what an update has held that did not make a step."""
-        self._held = []
-
     def count(self, trainer: Trainer) -> None:
         """Shows the metric what the update has held; it made a step."""
-        held, self._held = self._held, []
+        held = self._outputs()
+        self._outputs.clear()
         self._refuse_uneven_reductions(len(held))
         for outputs in held:
             self._engine.state.output = outputs

@@ -13,20 +13,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ignite_train.carried import Carried
-from ignite_train.forward import ForwardOutput
 from ignite_train.model.forward_state import ForwardMark, ForwardState
 from ignite_train.model.gradients import Gradients, times
 from ignite_train.model.micro_batch_rollback import writing_error, written_into
 from ignite_train.model.optimizers import inner_optimizers
-from ignite_train.model.seeding import Seeding
-from ignite_train.model.stepping import Stepping
 from ignite_train.ranks.messages import Outgoing, RankRequests
-from ignite_train.ranks.reduction import Reduction
-from ignite_train.ranks.statistics import Statistics, Totals
-from ignite_train.state import SkippedReason, TrainState
+from ignite_train.ranks.statistics import Totals
+from ignite_train.state import SkippedReason
 from ignite_train.trainer import Trainer
-from ignite_train.update.decision import Decision, may_trust_norm
+from ignite_train.update.cross import Cross
+from ignite_train.update.decision import Decision
+from ignite_train.update.gather import Gather
+from ignite_train.update.stepper import OneStepper
 
 __all__ = ["ClosureStep"]
 
@@ -48,92 +46,75 @@ class ClosureStep:
     not finite, or if the step raises an exception, they are put back.
 
     Attributes:
-        optimizer: which is stepped.
-        stepping: steps it.
-        gradients: of its parameters.
-        reduction: how they cross the ranks.
-        statistics: adds up the losses.
-        carried: what forward carries.
-        state: told where in the group forward is.
-        forward: runs the user's forward on a micro-batch.
-        backward: runs backward on an output, on what the loss scaling makes of its loss.
+        stepper: steps the optimizer.
+        gather: evaluates the loss of a group again.
+        cross: gives the totals of an evaluation.
         decide: makes a decision of the sums over the ranks, and of the changes by handlers.
-        normalize: whether the objective is the mean loss; otherwise it is the sum.
-        keeps_graph: whether gradients are to be differentiable.
-        if_not_finite: the reason of a skip for parameters that are not finite.
-        replays: whether each evaluation starts from what the first one started from, and leaves no trace; see `ForwardState`.
         forward_state: what forward may change.
-        seeding: seeds each evaluation, if the random numbers of an update are a function of a seed.
     """
 
-    optimizer: Optimizer
-    stepping: Stepping
-    gradients: Gradients
-    reduction: Reduction
-    statistics: Statistics
-    carried: Carried
-    state: TrainState
-    forward: Callable[[Any], ForwardOutput]
-    backward: Callable[[ForwardOutput], None]
+    stepper: OneStepper
+    gather: Gather
+    cross: Cross
     decide: Callable[[Trainer, Totals], Decision]
-    normalize: bool
-    keeps_graph: bool
-    if_not_finite: SkippedReason
-    replays: bool
     forward_state: ForwardState
-    seeding: Seeding | None = None
     _beginning: ForwardMark | None = None
     _stepped: dict[int, Tensor] = field(default_factory=dict)  # the parameters that had a gradient when the optimizer stepped
 
+    def __post_init__(self) -> None:
+        passes = self.gather.passes
+        self._gradients, self._seeding, self._options = self.gather.gradients, passes.seeding, passes.options
+        self._replays = self._options.closure == "replay"
+        self._if_not_finite: SkippedReason = "overflow" if passes.loss_scaling.enabled else "nonfinite"
+
     def mark(self) -> None:
         """Remembers what forward may change before the first evaluation, if it is to be replayed."""
-        if self.replays:
+        if self._replays:
             self._beginning, self._stepped = self.forward_state.mark(), {}
 
     def __call__(
-        self, trainer: Trainer, micro_batches: Sequence[Any], num_placeholders: int, decision: Decision, sample_size: float
+        self, trainer: Trainer, micro_batches: Sequence[Any], decision: Decision, sample_size: float
     ) -> tuple[Decision, int]:
         """Steps, or changes nothing. Collective.
 
         Args:
             trainer: whose update it is.
             micro_batches: the group.
-            num_placeholders: how many placeholders this rank runs after them.
             decision: about the gradients as they are: to step.
             sample_size: Σsample_size.
 
         Returns:
             The decision; that about the evaluation which was not finite, if there was one. And the number of evaluations.
         """
-        before, number = _Before(self.optimizer), 1
+        before, number = _Before(self.stepper.optimizer), 1
         self._make_mean(decision)
-        known: _Evaluated | None = _Evaluated(self.gradients)
+        known: _Evaluated | None = _Evaluated(self._gradients)
 
         def closure() -> Tensor:
             nonlocal number, known
             last = decision
-            if known is None or self.keeps_graph or not (before.is_unchanged() and known.is_unchanged()):
+            if known is None or self._options.create_graph or not (before.is_unchanged() and known.is_unchanged()):
                 number += 1
-                last = self._evaluate(trainer, micro_batches, num_placeholders, number - 1)
+                last = self._evaluate(trainer, micro_batches, number - 1)
             known = None
-            objective = last.loss * (1.0 if self.normalize else sample_size)
-            return torch.tensor(objective, dtype=torch.float64, device=self.statistics.device)
+            objective = last.loss * (1.0 if self._options.normalize else sample_size)
+            return torch.tensor(objective, dtype=torch.float64, device=self.gather.statistics.device)
 
         try:
-            self.stepping.step_with_closure(closure)
+            self.stepper.step_with_closure(closure)
             if not before.is_finite():
-                raise _NotFiniteError(decision._replace(grad_norm=math.nan, skipped_reason=self.if_not_finite))
+                raise _NotFiniteError(decision._replace(grad_norm=math.nan, skipped_reason=self._if_not_finite))
         except _NotFiniteError as error:
             before.put_back()
-            self.stepping.watch.take_back()
+            self.stepper.watch.take_back()
             return error.decision, number
         except BaseException:
             before.put_back()
-            self.stepping.watch.take_back()
+            self.stepper.watch.take_back()
             raise
         return decision, number
 
-    def _evaluate(self, trainer: Trainer, micro_batches: Sequence[Any], num_placeholders: int, evaluation: int) -> Decision:
+    def _evaluate(self, trainer: Trainer, micro_batches: Sequence[Any], evaluation: int) -> Decision:
         """Leaves the clipped mean gradients at the present parameters, in evaluation 1, 2, ... of the update. Collective.
 
         Raises:
@@ -142,19 +123,17 @@ class ClosureStep:
         """
         # other requests, and checks, travel with the first evaluation
         outgoing = Outgoing(RankRequests(changes_gradients=trainer.outgoing().requests.changes_gradients), ())
-        self._stepped |= {id(one): one for one in self.gradients.parameters() if one.grad is not None}
-        self.gradients.clear()
+        self._stepped |= {id(one): one for one in self._gradients.parameters() if one.grad is not None}
+        self._gradients.clear()
         is_written = written_into([*micro_batches])
         with torch.enable_grad(), self._as_the_first():  # optimizers switch gradients off around their step
-            self._accumulate(outgoing, micro_batches, num_placeholders, 0 if self.replays else evaluation)
+            self.gather.again(outgoing, micro_batches, 0 if self._replays else evaluation)
         if is_written():
             raise writing_error("closure=True runs forward on each micro-batch several times")
-        if self.seeding is not None:
-            self.seeding.step(evaluation)
+        if self._seeding is not None:
+            self._seeding.step(evaluation)
         with torch.no_grad():  # gradients may have graphs
-            totals = self.statistics.finish(self.reduction.end(outgoing, self.statistics, self.gradients))
-            if not may_trust_norm(totals):
-                totals = totals._replace(norm=self.reduction.scaled_norm(self.gradients))
+            totals = self.cross.again(outgoing)
         decision = self.decide(trainer, totals)
         if decision.skipped_reason is not None:
             raise _NotFiniteError(decision)
@@ -165,7 +144,7 @@ class ClosureStep:
     def _as_the_first(self) -> Iterator[None]:
         """Within it forward starts from what the first evaluation started from, as far as the user asks for that."""
         if self._beginning is None:
-            self.carried.rewind()
+            self.gather.passes.carried.rewind()
             yield
             return
         now = self.forward_state.mark()
@@ -175,35 +154,14 @@ class ClosureStep:
         finally:
             self.forward_state.put_back(now)
 
-    def _accumulate(self, outgoing: Outgoing, micro_batches: Sequence[Any], num_placeholders: int, evaluation: int) -> None:
-        num_backwards = len(micro_batches) + num_placeholders
-        for number, micro_batch in enumerate(micro_batches, start=1):
-            self.state.micro_batch_in_group = number - 1
-            if self.seeding is not None:
-                self.seeding.micro_batch(number - 1, evaluation)
-            with self.reduction.context(last=number == num_backwards):
-                output = self.forward(micro_batch)
-                self.statistics.add(output)
-                if number == num_backwards:
-                    self.reduction.begin(outgoing, self.statistics, self.gradients, output.loss)
-                self.backward(output)
-                self.gradients.separate()
-        self.state.micro_batch_in_group = None
-        for number in range(len(micro_batches) + 1, num_backwards + 1):
-            with self.reduction.context(last=number == num_backwards):
-                zero = self.reduction.run_placeholder(lambda micro_batch: self.forward(micro_batch).loss)
-                if number == num_backwards:
-                    self.reduction.begin(outgoing, self.statistics, self.gradients, zero)
-                torch.autograd.backward(zero)
-
     def _make_mean(self, decision: Decision) -> None:
         """Multiplies the gradients to be the clipped mean; out of place, where they have graphs."""
         factor = decision.mean_factor * decision.clip_coefficient
-        if not self.keeps_graph:
-            self.gradients.multiply(factor)
+        if not self._options.create_graph:
+            self._gradients.multiply(factor)
             return
         with torch.enable_grad():
-            for parameter in self.gradients.parameters():
+            for parameter in self._gradients.parameters():
                 if parameter.grad is not None:
                     parameter.grad = times(parameter.grad, factor)
 

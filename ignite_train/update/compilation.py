@@ -1,4 +1,4 @@
-"""What is compiled: a model in place, as `torch.nn.Module.compile` does, its backward with it, or a whole update."""
+"""Compiling a model in place, as `torch.nn.Module.compile` does, and its backward with it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ignite_train.arguments import describe
-from ignite_train.model.compiled_step import is_lost
-from ignite_train.ranks.reduction import NoReduction, Reduction
+from ignite_train.model.memory_layout import is_lost
 from ignite_train.ranks.wrapping import unwrap
-from ignite_train.update.options import UpdateOptions
 
-__all__ = ["Backward", "Compile", "compile_in_place", "of_model", "of_update", "why_no_graph"]
+__all__ = ["WHOLE", "Backward", "Compile", "compile_in_place", "of_model"]
 
 Backward = Callable[..., None]
 """Runs backward from a loss; takes the arguments of `torch.autograd.backward`."""
@@ -28,90 +26,32 @@ updates, and so does `{"update": True}` beside such options."""
 ModelOptions = bool | Mapping[str, Any]
 """The same without whole updates."""
 
-_WHOLE = "update"
-_ON_CPU = {
-    "cpp_wrapper": True,
-    # Convolutions keep the memory format of what they are given. To bring weights to another one, and gradients back, in each
-    # update makes a graph twice as slow.
-    "layout_optimization": False,
-}
-
-
-def of_update(options: Compile, device: torch.device) -> dict[str, Any] | None:
-    """The arguments of `torch.compile` for whole updates; None where these are not to be compiled.
-
-    Where none are given, Python's part of a call is left out too: on the CPU by inductor's wrapper in C++, on CUDA by CUDA
-    graphs.
-
-    Args:
-        options: see `Compile`.
-        device: of the model.
-
-    Raises:
-        TypeError: the options are none of what `Compile` allows.
-        ValueError: `"update"` among them is not True.
-    """
-    if isinstance(options, Mapping):
-        if _WHOLE not in options:
-            return None
-        if options[_WHOLE] is not True:
-            raise ValueError(
-                f"compile['update'] must be True, got {options[_WHOLE]!r}; leave it out to compile the model alone"
-            )
-        given = {name: value for name, value in options.items() if name != _WHOLE}
-    elif options == _WHOLE:
-        given = {}
-    elif isinstance(options, bool):
-        return None
-    else:
-        raise TypeError(f"compile must be a bool or a mapping of torch.compile's options, or 'update', got {describe(options)}")
-    if given:
-        return given
-    return {"mode": "reduce-overhead"} if device.type == "cuda" else {"options": {**_ON_CPU}}
+WHOLE = "update"
 
 
 def of_model(options: Compile, model: nn.Module) -> ModelOptions:
     """How the model alone is compiled, for evaluation and for updates that are not a graph.
 
     Where whole updates are compiled it is left as it is if torch would leave it so; see `compile_in_place`.
+
+    Raises:
+        TypeError: the options are none of what `Compile` allows.
+        ValueError: `"update"` among them is not True.
     """
-    whole = options == _WHOLE or (isinstance(options, Mapping) and _WHOLE in options)
+    if not isinstance(options, (bool, Mapping)) and options != WHOLE:
+        raise TypeError(f"compile must be a bool or a mapping of torch.compile's options, or 'update', got {describe(options)}")
+    whole = options == WHOLE or (isinstance(options, Mapping) and WHOLE in options)
+    if whole and isinstance(options, Mapping) and options[WHOLE] is not True:
+        raise ValueError(f"compile['update'] must be True, got {options[WHOLE]!r}; leave it out to compile the model alone")
     if whole and _is_bare(unwrap(model)):
         return False
     if isinstance(options, Mapping) and whole:
-        return {name: value for name, value in options.items() if name != _WHOLE} or True
+        return {name: value for name, value in options.items() if name != WHOLE} or True
     return True if whole else options  # type: ignore[return-value]  # no string
 
 
 def _is_bare(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.")
-
-
-def why_no_graph(
-    model: nn.Module, reduction: Reduction, options: UpdateOptions, *, num_optimizers: int, takes_state: bool
-) -> str | None:
-    """Why no update of a trainer can be a graph: what it has to do in between cannot be seen from outside of one.
-
-    Args:
-        model: whose update it is.
-        reduction: how its gradients cross ranks.
-        options: of the update.
-        num_optimizers: how many step it.
-        takes_state: whether forward has the state for its third parameter.
-    """
-    device = next(model.parameters()).device
-    if not isinstance(reduction, NoReduction):
-        return "gradients cross ranks"
-    if device.type not in ("cpu", "cuda") or any(parameter.device != device for parameter in model.parameters()):
-        return "the model is not on the CPU or one CUDA device alone"
-    if takes_state:
-        return "forward has a third parameter, and its numbers change with each update"
-    if num_optimizers != 1:
-        return "there are several optimizers"
-    if options.on_out_of_memory != "raise":
-        return f"on_out_of_memory is {options.on_out_of_memory!r}"
-    changed = ("closure", "compiled_autograd", "create_graph", "keep_gradients", "retain_graph")
-    return next((f"{name} is {vars(options)[name]!r}" for name in changed if vars(options)[name]), None)
 
 
 def compile_in_place(model: nn.Module, options: ModelOptions, *, backward: bool = False) -> Backward:

@@ -1,7 +1,6 @@
 """What is decided about one update from its reduced numbers: step along which multiple of the gradients, or skip, and why.
 
-All ranks hold the same numbers, so all decide alike. `decide` is what the host computes. `decide_on_device` does the same
-arithmetic in tensors, for an accelerator that steps before the host has read anything.
+All ranks hold the same numbers, so all decide alike.
 """
 
 from __future__ import annotations
@@ -10,17 +9,29 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from ignite_train.model.stepping import LARGEST_DIVISOR, SMALLEST_DIVISOR
-from ignite_train.ranks.statistics import Reduced, Totals
+from ignite_train.ranks.statistics import Totals
 from ignite_train.state import SkippedReason
 
-__all__ = ["SMALLEST_NORM", "Decision", "clip_coefficient", "decide", "decide_again", "decide_on_device", "may_trust_norm"]
+__all__ = ["EPSILON", "SMALLEST_NORM", "Decision", "Rules", "clip_coefficient", "decide", "decide_again", "may_trust_norm"]
 
 SMALLEST_NORM = 2.0**-40  # below it squares that float32 cannot hold may be more than a rounding of their sum
-_EPSILON = 1e-6  # as in torch's clip_grad_norm_
+EPSILON = 1e-6  # as in torch's clip_grad_norm_
+
+
+class Rules(NamedTuple):
+    """What is the same for all updates of a trainer.
+
+    Attributes:
+        divisor: what the ranks' sum of gradients was divided by when it was reduced.
+        scales_loss: whether there is a loss scale that an overflow can lower, so that a non-finite gradient is an overflow.
+        max_grad_norm: what to clip the norm to; None leaves the gradient alone.
+        normalize: whether gradients are divided by Σsample_size.
+    """
+
+    divisor: int = 1
+    scales_loss: bool = False
+    max_grad_norm: float | None = None
+    normalize: bool = True
 
 
 class Decision(NamedTuple):
@@ -45,78 +56,44 @@ class Decision(NamedTuple):
     clip_coefficients: Mapping[str, float] = {}
 
 
-def decide(
-    totals: Totals, *, divisor: int, loss_scale: float, scales_loss: bool, max_grad_norm: float | None, normalize: bool = True
-) -> Decision:
-    """Decides on the host.
+def decide(totals: Totals, rules: Rules, loss_scale: float) -> Decision:
+    """Decides.
 
     The mean gradient is g · divisor / (loss_scale · Σsample_size), and clipping multiplies it by
     min(1, max_grad_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does.
 
     Args:
         totals: the sums over all ranks, and the norm of the accumulated gradients.
-        divisor: what the ranks' sum of gradients was divided by when it was reduced.
+        rules: of the trainer.
         loss_scale: what each loss was multiplied by before its backward.
-        scales_loss: whether there is a loss scale that an overflow can lower, so that a non-finite gradient is an overflow.
-        max_grad_norm: what to clip the norm to; None leaves the gradient alone.
-        normalize: whether gradients are divided by Σsample_size.
     """
     size = totals.sample_size
     if size == 0:
         return Decision(math.nan, math.nan, math.nan, 1.0, "no_samples")
-    mean_factor = divisor / (loss_scale * (size if normalize else 1.0))
+    mean_factor = rules.divisor / (loss_scale * (size if rules.normalize else 1.0))
     loss, norm = totals.loss / size, totals.norm * mean_factor
     if not (math.isfinite(loss) and math.isfinite(norm)):
-        return Decision(loss, norm, mean_factor, 1.0, "overflow" if scales_loss else "nonfinite")
-    return Decision(loss, norm, mean_factor, clip_coefficient(norm, max_grad_norm), None)
+        return Decision(loss, norm, mean_factor, 1.0, "overflow" if rules.scales_loss else "nonfinite")
+    return Decision(loss, norm, mean_factor, clip_coefficient(norm, rules.max_grad_norm), None)
 
 
-def decide_again(before: Decision, norm: float, *, scales_loss: bool, max_grad_norm: float | None) -> Decision:
+def decide_again(before: Decision, norm: float, rules: Rules) -> Decision:
     """Decides about a mean gradient that handlers may have changed: it is stepped along if it is finite now.
 
     Args:
         before: what was decided about the gradients as they were.
         norm: of the gradients, which are those of the mean loss by now.
-        scales_loss: as for `decide`.
-        max_grad_norm: as for `decide`.
+        rules: of the trainer.
     """
     if not math.isfinite(norm):
-        return before._replace(grad_norm=norm, mean_factor=1.0, skipped_reason="overflow" if scales_loss else "nonfinite")
-    coefficient = clip_coefficient(norm, max_grad_norm)
+        return before._replace(grad_norm=norm, mean_factor=1.0, skipped_reason="overflow" if rules.scales_loss else "nonfinite")
+    coefficient = clip_coefficient(norm, rules.max_grad_norm)
     return before._replace(grad_norm=norm, mean_factor=1.0, clip_coefficient=coefficient, skipped_reason=None)
 
 
 def clip_coefficient(norm: float, max_grad_norm: float | None) -> float:
     """What clips a gradient of this norm, as `torch.nn.utils.clip_grad_norm_` does."""
-    return 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + _EPSILON))
-
-
-def decide_on_device(
-    reduced: Reduced, *, divisor: int, loss_scale: float, max_grad_norm: float | None, normalize: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Whether to step without asking the host (1 or 0), and what to divide the gradients by, both in float32, not read.
-
-    These are the operations of `decide`, one by one, in float64 and in its order, each rounded once as the host's are. No
-    quotient has a number of the host for its divisor, for which CUDA multiplies by the reciprocal. What the host has to look
-    at before the step, such as a norm that float32 may not have added up, gives 0.
-    """
-    size, one = reduced.sample_size, torch.ones_like(reduced.sample_size)
-    mean_factor = torch.full_like(one, divisor) / ((size if normalize else one) * loss_scale)
-    loss, norm = reduced.loss / size, reduced.norm * mean_factor
-    factor = mean_factor
-    if max_grad_norm is not None:
-        factor = mean_factor * torch.minimum(one, torch.full_like(one, max_grad_norm) / (norm + _EPSILON))
-    quotient = one / factor
-    may_step = (
-        (size > 0)
-        & torch.isfinite(loss)
-        & (reduced.norm >= SMALLEST_NORM)
-        & (norm < math.inf)
-        & (reduced.obstacles == 0)
-        & (quotient >= SMALLEST_DIVISOR)
-        & (quotient <= LARGEST_DIVISOR)
-    )
-    return may_step.float(), quotient.float()
+    return 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + EPSILON))
 
 
 def may_trust_norm(totals: Totals) -> bool:

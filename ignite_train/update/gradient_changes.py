@@ -9,7 +9,7 @@ from ignite_train.events import TrainEvents
 from ignite_train.model.gradients import Gradients
 from ignite_train.ranks.reduction import Reduction
 from ignite_train.trainer import Trainer
-from ignite_train.update.decision import SMALLEST_NORM, Decision, decide_again
+from ignite_train.update.decision import SMALLEST_NORM, Decision, Rules, decide_again
 from ignite_train.update.handler_guard import HandlerGuard
 
 __all__ = ["GradientChanges", "trusted_norm"]
@@ -30,8 +30,7 @@ class GradientChanges:
     gradients: Gradients
     reduction: Reduction
     guard: HandlerGuard
-    scales_loss: bool
-    max_grad_norm: float | None
+    rules: Rules
     _has_logged: bool = False
 
     def __call__(self, trainer: Trainer, decision: Decision) -> Decision:
@@ -60,7 +59,7 @@ class GradientChanges:
             trainer.fire_event(_GRADIENTS_REDUCED)
         self.gradients.refuse_dropped("GRADIENTS_REDUCED")
         norm = trusted_norm(self.reduction, self.gradients)
-        return decide_again(decision, norm, scales_loss=self.scales_loss, max_grad_norm=self.max_grad_norm)
+        return decide_again(decision, norm, self.rules)
 
 
 def trusted_norm(reduction: Reduction, gradients: Gradients) -> float:

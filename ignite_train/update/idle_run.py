@@ -1,9 +1,13 @@
-"""A look at the end of a run: whether any of its updates has moved the weights."""
+"""Looks at the start and the end of a run for what is in vain: updates, handlers, evaluators."""
 
 from __future__ import annotations
 
+from types import MethodType
+
 from ignite.engine import Events
 
+from ignite_train.engine.dispatch import Attachable, attached, is_of_library
+from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
 __all__ = ["warn_of_idle_run"]
@@ -16,7 +20,11 @@ _WHY = {
 
 
 def warn_of_idle_run(trainer: Trainer) -> Trainer:
-    """Has `trainer` say at the end of a run that the weights have never moved, if all of its updates were skipped."""
+    """Has `trainer` say what is in vain.
+
+    When the first epoch starts, that is a handler that looks at an evaluator which no handler runs; at the end of a run, one of
+    which all updates were skipped, and a handler that was made and not attached, which is named once.
+    """
 
     def look(trainer: Trainer) -> None:
         state = trainer.state
@@ -27,5 +35,27 @@ def warn_of_idle_run(trainer: Trainer) -> Trainer:
                 f"{_WHY[reason or 'no_samples']}"
             )
 
+        idle = sorted({*Attachable.unattached.values()})
+        Attachable.unattached.clear()
+        if idle and collectives.is_main_rank():
+            trainer.logger.warning(
+                f"{', '.join(idle)}: made and not attached to a trainer, without which a handler does nothing; call "
+                f"{idle[0]}(...).attach(trainer)"
+            )
+
+    trainer.add_event_handler(Events.EPOCH_STARTED(once=1), _look_for_idle_evaluators)
     trainer.add_event_handler(Events.COMPLETED, look)
     return trainer
+
+
+def _look_for_idle_evaluators(trainer: Trainer) -> None:
+    handlers = [handler for _, handler, _ in attached(trainer)]
+    if not all(map(is_of_library, handlers)) or not collectives.is_main_rank():
+        return  # a handler of the script's may run the evaluator
+    owners = [handler.__self__ if isinstance(handler, MethodType) else handler for handler in handlers]
+    ours = {id(owner): owner for owner in owners if isinstance(owner, Attachable)}.values()
+    running = [evaluator for handler in ours for evaluator in handler.runs()]
+    idle = [handler for handler in ours if any(evaluator not in running for evaluator, _ in handler.scores())]
+    if idle:
+        names = ", ".join(sorted({type(handler).__name__ for handler in idle}))
+        trainer.logger.warning(f"{names}: given an evaluator that no handler runs; attach Validation(evaluator, loader)")

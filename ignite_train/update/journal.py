@@ -333,10 +333,15 @@ class RandomNumbers(Part):
 
 
 class Seeds(Part):
-    """The random numbers of an update that are a function of a seed."""
+    """The random numbers of an update that are a function of a seed. The update begins them, when it is in the journal."""
 
-    def __init__(self, seeding: Seeding) -> None:
-        self._seeding = seeding
+    def __init__(self, search: NonFiniteSearch, loss_scaling: LossScaling, seeding: Seeding) -> None:
+        self._search, self._loss_scaling, self._seeding = search, loss_scaling, seeding
+
+    def begin(self, update: int) -> None:
+        """Seeds the generators for the update of this number."""
+        self._seeding.begin(update)
+        self._search.mark(self._loss_scaling.scale)
 
     def keep(self, mark: None, ending: Ending) -> None:  # noqa: ARG002
         """Gives the generators back."""
@@ -352,6 +357,11 @@ class Scale(Part):
     def mark(self) -> None:
         """It has not been told of this update."""
         self._is_told = False
+
+    @property
+    def now(self) -> float:
+        """The scale of the running update."""
+        return self._loss_scaling.scale
 
     def overflow(self) -> bool:
         """Tells it of an overflow; gives whether the scale fell. It may raise a `LossScaleFloorError`."""

@@ -16,7 +16,7 @@ from ignite_train.state import SkippedReason, UpdateOutput
 from ignite_train.trainer import Trainer
 from ignite_train.update.decision import Decision
 from ignite_train.update.gradient_changes import trusted_norm
-from ignite_train.update.journal import Ending
+from ignite_train.update.journal import End, Ending
 from ignite_train.update.update import Update
 from ignite_train.update.weak_method import WeakMethod
 
@@ -85,15 +85,15 @@ class LocalUpdate(Update):
     def join(self, trainer: Trainer) -> None:
         """Sends the decision of this rank with the statistics of `trainer`'s updates. To be called once, before the first."""
         self._trainer = weakref.proxy(trainer)
-        self._own = _OwnDecision(self.statistics, WeakMethod(self._decide_alone))
+        self._own = _OwnDecision(self.gather.statistics, WeakMethod(self._decide_alone))
         trainer.piggybacks.append(self._own)
 
     def _decide_alone(self, totals: Totals) -> Decision:
         """Decides about the step of this rank, from its sums."""
-        norm = trusted_norm(self.reduction, self.gradients) if totals.sample_size > 0 else 0.0
-        return super()._decide(self._trainer, totals._replace(norm=norm))
+        norm = trusted_norm(self.gather.reduction, self.gather.gradients) if totals.sample_size > 0 else 0.0
+        return super().decide(self._trainer, totals._replace(norm=norm))
 
-    def _decide(self, trainer: Trainer, totals: Totals) -> Decision:  # noqa: ARG002
+    def decide(self, trainer: Trainer, totals: Totals) -> Decision:  # noqa: ARG002
         """What is recorded. It is the same on all ranks, but for the factor by which handlers read the gradients."""
         mine = self._own
         return Decision(
@@ -117,20 +117,39 @@ class LocalUpdate(Update):
         skipping = 0 if decision.skipped_reason is not None else collectives.world_size() - self._own.num_stepping
         return replace(super().make_record(totals, decision), num_ranks_skipped=skipping)
 
-    def _step_or_skip(self, update: int, decision: Decision, output: UpdateOutput, micro_batches: Sequence[Any]) -> None:
+    def step(
+        self,
+        trainer: Trainer,
+        micro_batches: Sequence[Any],
+        decision: Decision,  # noqa: ARG002  # that of all ranks
+        output: UpdateOutput,
+    ) -> tuple[UpdateOutput, Ending]:
         """Steps along the gradients of this rank, or changes nothing on it. No step is ever queued."""
-        own, reason = self._own.decision, decision.skipped_reason
-        if reason == "nonfinite" and self.options.on_nonfinite == "raise":
-            raise self.nonfinite_error(update, micro_batches, replace(output, grad_norm=math.nan))  # it is that of others
-        has_overflowed = self.loss_scaling.enabled and self._own.num_not_finite > 0
-        scale_fell = has_overflowed and self.lower_scale(micro_batches, output)
-        self.failures.count(update, output, scale_fell=scale_fell)
-        if reason is None and self._own.num_not_finite:
+        own, update, applied = self._own.decision, trainer.state.iteration, output.applied
+        if self.loss_scaling.enabled and self._own.num_not_finite > 0:
+            scale_fell = self.policy.lower_scale(micro_batches, self.gather.num_placeholders, output)
+            self.policy.failures.count(update, output, scale_fell=scale_fell)
+        else:
+            # A norm of other ranks does not say what is wrong on this one.
+            told = output if applied else replace(output, grad_norm=math.nan)
+            self.policy(update, micro_batches, self.gather.num_placeholders, told)
+        if applied and self._own.num_not_finite:
             self._warn_of_skipping_ranks(update)
         if own.skipped_reason is None:
-            self.learning_rates.check(output.learning_rates)
-            self.gradients.refuse_dropped()
-            self.stepping(own.mean_factor, own.clip_coefficient)
+            self.take_step(own, output)
+        self.gather.reduction.finish(applied=own.skipped_reason is None)
+        self._note_that_replicas_differ(trainer, applied=applied)
+        end = End.STEPPED if own.skipped_reason is None else End.SKIPPED
+        return output, Ending(End.NO_SAMPLES if own.skipped_reason == "no_samples" else end, applied=applied)
+
+    def _note_that_replicas_differ(self, trainer: Trainer, *, applied: bool) -> None:
+        if applied:
+            trainer.replicas_are_equal = False
+        if not trainer.moments.after_update and not self._is_warned:
+            self._is_warned = True
+            logging.getLogger("ignite_train").warning(
+                "with reduction='local' nothing makes the replicas equal again; attach an OuterOptimizer, or use one process"
+            )
 
     def _warn_of_skipping_ranks(self, update: int) -> None:
         """Warns the 1st, 2nd, 4th, 8th, ... time."""
@@ -140,14 +159,3 @@ class LocalUpdate(Update):
                 f"update {update} was skipped on {self._own.num_not_finite} of {collectives.world_size()} ranks, whose "
                 f"gradients are not finite, while others stepped; such updates so far: {number}"
             )
-
-    def _finish(self, output: UpdateOutput) -> Ending:
-        own = super()._finish(replace(output, skipped_reason=self._own.decision.skipped_reason))
-        if output.applied:
-            self._trainer.replicas_are_equal = False
-        if not self._trainer.moments.after_update and not self._is_warned:
-            self._is_warned = True
-            logging.getLogger("ignite_train").warning(
-                "with reduction='local' nothing makes the replicas equal again; attach an OuterOptimizer, or use one process"
-            )
-        return own._replace(applied=output.applied)

@@ -46,6 +46,7 @@ class NonFiniteSearch:
         loss_scaling: the policy; an overflow near its floor is searched for too.
 
     Attributes:
+        gradients: the same.
         forward_draws: whether forward may draw random numbers. Where it is known that it does not, no state is remembered.
         marks_always: whether the random state is remembered also where no search is possible, for an update that is repeated.
     """
@@ -61,7 +62,7 @@ class NonFiniteSearch:
         raises: bool,
         loss_scaling: LossScaling,
     ) -> None:
-        self._reduction, self._gradients, self._carried, self._loss_of = reduction, gradients, carried, loss_of
+        self._reduction, self.gradients, self._carried, self._loss_of = reduction, gradients, carried, loss_of
         self._forward_state, self._vote = ForwardState(reduction.module, carried, forward), RankVote()
         self._draws: RandomState | None = None  # of the beginning of the update
         if loss_scaling.enabled:
@@ -117,7 +118,7 @@ class NonFiniteSearch:
         if self.forward_draws and self._draws is not None:
             self._draws.restore()
         self._carried.rewind()
-        self._gradients.clear()
+        self.gradients.clear()
         # On several ranks each goes through its whole group: forward may have collectives that this library cannot see.
         found = find_nonfinite(module, micro_batches, self._loss_of, all_of_them=collectives.world_size() > 1)
         for _ in range(0 if self._reduction.forward_is_local else num_placeholders):

@@ -7,12 +7,16 @@ from typing import Literal, get_args
 
 from ignite_train.arguments import describe, one_of, positive_int
 from ignite_train.data.grouping import POLICIES, Uneven
+from ignite_train.other_words import answers_other_words
 from ignite_train.ranks.wrapping import ReductionName
-from ignite_train.update.out_of_memory import OnOutOfMemory
+from ignite_train.update.loss_terms import SampleSizes
 
 __all__ = ["UpdateOptions"]
 
+OnOutOfMemory = Literal["raise", "skip", "split"]
 
+
+@answers_other_words
 @dataclass(frozen=True, kw_only=True)
 class UpdateOptions:
     """The rare settings of an update; `create_trainer` and `create_supervised_trainer` take them as `options=`.
@@ -43,7 +47,8 @@ class UpdateOptions:
             often as it must. An update without samples does not end the row. A resumed run continues the count.
         retain_graph: keep the graph of each micro-batch after its backward. Not with `compile`, but for `compiled_autograd`.
         create_graph: make gradients differentiable, for handlers of BACKWARD_COMPLETED; they are detached before the next
-            micro-batch. Not on several ranks.
+            micro-batch, and before the step. An optimizer that differentiates them in its step, as AdaHessian does, needs
+            `closure=True` too. Not on several ranks.
         compiled_autograd: trace and compile backward too, with the options of `compile`. Not in DistributedDataParallel.
         closure: give the optimizer's `step` torch's closure, as LBFGS, SAM and their like need it: forward and backward over
             the group again, with the same weights, reduction and clipping, returning the mean loss. `"replay"` starts each
@@ -65,6 +70,15 @@ class UpdateOptions:
         none_is_empty: take a None from the loader for a micro-batch without samples, as fairseq does for empty shards. It keeps
             its place in its group, so that ranks stay in step, and forward does not see it. An update of nothing else is
             skipped. Without this a None is an error.
+        sample_sizes: a function that counts the samples of each term of a loss that is a mapping, see `ForwardOutput`:
+            `sample_sizes(micro_batch)` returns `{"mlm": n, "nsp": m}`, of a micro-batch as the loader gives it. It is asked for
+            the whole group before its first forward, so all of it is read before, and the numbers are reduced over the ranks in
+            one small collective. An update of one micro-batch on one rank needs no function. Not with `normalize=False` or
+            `on_out_of_memory="skip"`; `compile="update"` compiles no more than True then.
+        fast: use the accelerations that change no result beyond the rounding of one multiplication: a fused optimizer divides
+            the gradients inside its kernel, which is called directly; on an accelerator a step is queued before the host has
+            read the update's numbers; `compile="update"`. False takes the plain way, which is what they are compared with; so
+            does the environment variable `IGNITE_TRAIN_FAST=0`.
 
     Raises:
         TypeError: a value is of the wrong type.
@@ -85,6 +99,8 @@ class UpdateOptions:
     drop_last_group: bool = False
     train_mode: bool = True
     none_is_empty: bool = False
+    sample_sizes: SampleSizes | None = None
+    fast: bool = True
 
     def __post_init__(self) -> None:
         one_of("reduction", self.reduction, get_args(ReductionName))
@@ -98,8 +114,21 @@ class UpdateOptions:
                 f"on_out_of_memory must be 'raise' with closure, got {self.on_out_of_memory!r}: each evaluation needs the "
                 "whole group"
             )
+        if self.sample_sizes is not None:
+            self._check_sample_sizes()
         if self.give_up_after is not None:
             positive_int("give_up_after", self.give_up_after)
         for name, value in vars(self).items():
             if type(self).__annotations__[name] == "bool" and not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {describe(value)}")
+
+    def _check_sample_sizes(self) -> None:
+        if not callable(self.sample_sizes):
+            raise TypeError(f"sample_sizes must be a function that returns numbers by name, got {describe(self.sample_sizes)}")
+        if not self.normalize:
+            raise ValueError("normalize must be True with sample_sizes, by which each loss is divided, got False")
+        if self.on_out_of_memory == "skip":
+            raise ValueError(
+                "on_out_of_memory must be 'raise' or 'split' with sample_sizes, got 'skip': the samples of a micro-batch that "
+                "is left out have been counted"
+            )

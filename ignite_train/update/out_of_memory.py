@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,7 @@ from ignite_train.model.gradients import Gradients
 from ignite_train.model.micro_batch_rollback import writing_error, written_into
 from ignite_train.ranks.statistics import Statistics
 
-__all__ = ["OnOutOfMemory", "RecoverFromOutOfMemory", "advise"]
-
-OnOutOfMemory = Literal["raise", "skip", "split"]
-"""What a `torch.OutOfMemoryError` in forward or backward does: it is raised, with advice; or the micro-batch gets weight zero
-(`"skip"`); or it is halved along its batch dimension and tried again (`"split"`). The error is known by its type, never by the
-text of its message."""
+__all__ = ["RecoverFromOutOfMemory", "advise"]
 
 
 def advise(error: torch.OutOfMemoryError) -> None:

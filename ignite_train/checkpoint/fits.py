@@ -1,0 +1,635 @@
+"""Whether a checkpoint fits this run: what it says that it holds is compared with what the run would save now.
+
+Both are trees. Where they differ a resume is refused, before memory is allocated for a tensor and before anything of the run is
+changed; settings may differ, and are told. torch's own `load_state_dict` looks at much less: an optimizer takes the moments of
+another parameter, a fused kernel that is given a moment of another shape reads and writes beyond its memory, a schedule sets
+any attributes. No table says what the next step of an optimizer or a schedule needs: the step of a stand-in shows it.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import operator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim import lr_scheduler as schedulers
+from torch.optim.lr_scheduler import LRScheduler
+
+from ignite_train.arguments import describe
+from ignite_train.checkpoint.reader import CheckpointReader, TensorClaim
+from ignite_train.checkpoint.run_objects import RunObjects, SavedModule
+from ignite_train.checkpoint.state_rules import (
+    PROGRESS,
+    StateRules,
+    describe_optimizer,
+    plain_options,
+    schedule_options,
+    stepping_part,
+)
+from ignite_train.checkpoint.tensor_classes import class_name, is_composed
+from ignite_train.checkpoint.tree import decode, dtype_name
+from ignite_train.errors import CheckpointError
+from ignite_train.model.memory_layout import as_bytes
+from ignite_train.model.optimizers import GathersState, InnerState, has_own_form
+from ignite_train.model.warm_up_schedule import WarmUpSchedule
+from ignite_train.state import UpdateOutput
+
+__all__ = ["EVERY_RANK", "Fit", "check_module", "check_tied", "config_changes", "differences", "tied_names"]
+
+EVERY_RANK = ("trainer", "data", "results", "buffers", "generators")
+"""The states that each rank writes, besides its handlers."""
+_FREE_BYTES = 2**28  # what tensors of shapes that only the file knows may take in any case
+_MOST_PER_BYTE = 16  # and for each byte that is on the disk: file systems compress, and copies leave out zeros
+_SIZES = (2, 3, 4, 5, 6, 7)  # of a parameter on which a step is tried: all differ, and none is 1
+_WAYS = {"fused", "foreach", "capturable", "differentiable", "maximize"}  # of computing the same state
+_SETTINGS = (("handlers",), ("trainer", "loss_scaling"))
+_PROPORTIONAL = (
+    schedulers.ChainedScheduler,
+    schedulers.ConstantLR,
+    schedulers.CosineAnnealingLR,
+    schedulers.CosineAnnealingWarmRestarts,
+    schedulers.ExponentialLR,
+    schedulers.LambdaLR,
+    schedulers.LinearLR,
+    schedulers.MultiplicativeLR,
+    schedulers.MultiStepLR,
+    schedulers.PolynomialLR,
+    schedulers.SequentialLR,
+    schedulers.StepLR,
+    WarmUpSchedule,
+)
+"""Schedules whose rate is a multiple of the base rate, if their `eta_min` is 0."""
+
+
+# --- the comparison of trees ---
+
+
+class _Word(Enum):
+    """What is compared where a tree has no value, and where its value need not be compared."""
+
+    NOTHING = "nothing"
+    NO_TENSOR = "no tensor"
+    ONE_NUMBER = "one number"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+class _Form(NamedTuple):
+    """All that is compared of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    name: str = ""  # of the parameter, or of the class of a tensor that is made of others
+
+    def __repr__(self) -> str:
+        return f"{self.name and f'{self.name:.100}, '}{self.dtype} of shape {self.shape}"
+
+
+class Difference(NamedTuple):
+    """A place where two trees differ."""
+
+    path: tuple[str, ...]
+    saved: Any
+    here: Any
+
+    def __str__(self) -> str:
+        where = f"{' of '.join(reversed(self.path)):.200}"
+        if self.is_on_one_side:
+            return f"{where} is {'missing' if self.saved is _Word.NOTHING else 'not in this run'}"
+        return f"{where} is {_shown(self.saved)}, and this run has {_shown(self.here)}"
+
+    @property
+    def is_on_one_side(self) -> bool:
+        """Whether one of the trees has no such entry."""
+        return self.saved is _Word.NOTHING or self.here is _Word.NOTHING
+
+    @property
+    def change(self) -> str:
+        """The same as a change of a setting, for the log."""
+        return f"{'.'.join(self.path)}: {self.saved!r:.200} -> {self.here!r:.200}"
+
+
+def differences(
+    saved: Any, here: Any, same: Callable[[Any, Any], bool] = operator.eq, path: tuple[str, ...] = ()
+) -> Iterator[Difference]:
+    """The places where two nested mappings differ. Where one lacks a mapping, each entry of it is a difference.
+
+    Args:
+        saved: of the checkpoint.
+        here: of this run.
+        same: whether two values that are no mappings are not told apart.
+        path: of both, in larger ones.
+    """
+    one, other = ({} if tree is _Word.NOTHING else tree for tree in (saved, here))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        for key in {**other, **one}:
+            values = one.get(key, _Word.NOTHING), other.get(key, _Word.NOTHING)
+            yield from differences(*values, same, (*path, str(key)))
+    elif not same(saved, here):
+        yield Difference(path, saved, here)
+
+
+def _form(value: Any) -> Any:
+    """The form of a tensor, and any other value as it is."""
+    if isinstance(value, TensorClaim):
+        return _Form(dtype_name(value.dtype), tuple(value.shape), value.of_class)
+    if isinstance(value, Tensor):
+        return _Form(dtype_name(value.dtype), tuple(value.shape), class_name(type(value)) if is_composed(value) else "")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, (_Form, _Word)) else describe(value)
+
+
+def _refuse(path: str, what: str, problems: Iterable[Difference | str], remedy: str) -> None:
+    """Raises CheckpointError if there are problems, and names the first of them."""
+    found = [str(problem) for problem in problems]
+    if found:
+        more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+        raise CheckpointError(f"{path} is of another {what}: {'; '.join(found[:3])}{more}; {remedy}")
+
+
+# --- a whole checkpoint ---
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What a checkpoint says that it holds, with a `TensorClaim` in the place of each tensor, to be compared with a run.
+
+    Attributes:
+        shared: the states of the shared objects, by name.
+        own: the states of this rank, by name.
+        description: what `StateRules.describe` gave when it was written.
+    """
+
+    shared: dict[str, Any]
+    own: dict[str, Any]
+    description: Mapping[str, Any]
+
+    def check(self, path: str, objects: RunObjects, rules: StateRules) -> None:
+        """Compares the state with the objects of this run.
+
+        Args:
+            path: of the checkpoint.
+            objects: of this run.
+            rules: what the user decides.
+
+        Raises:
+            CheckpointError: it is of another model, optimizer or schedule, or a part of it has an invalid form.
+        """
+        for name in (*EVERY_RANK, *objects.trainers):
+            if not isinstance(self.own[name], dict):
+                raise CheckpointError(f"{path} has an invalid state of {name!r}: {describe(self.own[name])}")
+        for name, entry in objects.shared.items():
+            if isinstance(entry, SavedModule):
+                check_module(path, name, entry.state_dict(), self.shared[name])
+            elif isinstance(entry, (Optimizer, InnerState)):
+                self.check_optimizer(path, name, objects, rules)
+        for name, schedule in objects.schedules.items():
+            if name in self.shared or name in self.own:
+                self._check_schedule(path, name, schedule, objects, rules)
+        self._check_this_rank(path, objects)
+
+    def check_optimizer(self, path: str, name: str, objects: RunObjects, rules: StateRules) -> None:
+        """Compares the state of one optimizer with that of the run; see `check`."""
+        entry: Any = objects.shared[name]
+        optimizer = entry.inner if isinstance(entry, InnerState) else entry
+        groups = [*(group["params"] for group in optimizer.param_groups), *self.missing_groups(name, objects)]
+        described, names = self.description["optimizers"][name], objects.parameter_names()
+        problems = _optimizer_problems(optimizer, groups, self.shared[name], described, names, rules.decided(name))
+        _refuse(path, name, problems, "build the one that was saved, or start in another directory")
+
+    def missing_groups(self, name: str, objects: RunObjects) -> list[list[nn.Parameter]]:
+        """The parameter groups that an optimizer lacks, as `RunObjects.missing_groups` has them; they need torch's form."""
+        entry = objects.shared[name]
+        if isinstance(entry, InnerState):
+            return self.missing_groups(name.rpartition(".")[0], objects) if entry.shares_groups else []
+        saved = self.shared[name]
+        has_groups = isinstance(saved, Mapping) and not has_own_form(saved)
+        return objects.missing_groups(name, self.description["optimizers"][name]) if has_groups else []
+
+    def check_size(self, reader: CheckpointReader, objects: RunObjects) -> None:
+        """Limits what is allocated for tensors whose shapes the run does not know, by what the checkpoint takes on the disk.
+
+        Raises:
+            CheckpointError: it claims more.
+        """
+        groups = [group for optimizer in objects.optimizers.values() for group in optimizer.param_groups]
+        known = {tuple(parameter.shape) for group in groups for parameter in group["params"]}
+        unknown: dict[tuple[str, str], int] = {}
+        for name, value in {**self.shared, **self.own}.items():
+            entry = objects.shared.get(name)
+            if not isinstance(entry, SavedModule):
+                for claim in _tensors(value):
+                    if not isinstance(entry, Optimizer) or claim.shape not in known:
+                        unknown[name, claim.key] = claim.num_bytes
+        total, on_disk = sum(unknown.values()), reader.bytes_on_disk
+        if total > max(_FREE_BYTES, _MOST_PER_BYTE * on_disk):
+            name, _ = max(unknown, key=unknown.__getitem__)
+            raise CheckpointError(
+                f"{reader.path} claims {total} bytes of tensors that the model does not need, most of them for {name!r}, and "
+                f"takes {on_disk} bytes on the disk; copy it without holes, or leave that out"
+            )
+
+    def changes(self, objects: RunObjects, rules: StateRules) -> list[str]:
+        """What the script sets to other values than the script that wrote the checkpoint, a line each."""
+        lines, optimizers, schedules = [], self.description["optimizers"], self.description["schedules"]
+        for name in objects.optimizers:
+            lines += _option_changes(name, optimizers[name]["options"], rules.script(name), rules.script_wins)
+        for name, schedule in objects.schedules.items():
+            before = schedules[name]["options"] if name in schedules else {}
+            found = differences(before, schedule_options(schedule.state_dict()), path=(name,))
+            lines += [f"{one.change} (the checkpoint's is used)" for one in found if not one.is_on_one_side]
+        thawed: set[int] = set()
+        for name in objects.optimizers:
+            for group in self.missing_groups(name, objects):
+                text = _first_of([objects.parameter_names()[id(parameter)][0] for parameter in group])
+                lines.append(f"{name}: a parameter group with {text} is added, as it was in the run")
+                thawed |= {id(parameter) for parameter in group}
+        names = {name for name, parameter in objects.model.parameters() if id(parameter) not in thawed}
+        before, now = ({*frozen} & names for frozen in (self.description["frozen"], objects.frozen_parameters()))
+        for changed, change in ((before - now, "False -> True"), (now - before, "True -> False")):
+            if changed:
+                text = _first_of([name for name, _ in objects.model.parameters() if name in changed])
+                lines.append(f"requires_grad of {text}: {change} (the script's is used)")
+        return lines
+
+    def _check_schedule(self, path: str, name: str, schedule: LRScheduler, objects: RunObjects, rules: StateRules) -> None:
+        handler = name.partition("/")[2]
+        optimizers = [key for key, optimizer in objects.optimizers.items() if optimizer is schedule.optimizer]
+        groups: list[Any] = [self.shared[key].get("param_groups", ()) for key in optimizers]
+        groups = max(*groups, schedule.optimizer.param_groups, key=len) if groups else schedule.optimizer.param_groups
+        described, saved = self.description["schedules"].get(name), {**self.shared, **self.own}[name]
+        remedy = f"build the one that was saved, or restart it with Checkpoint(..., leave_out=({handler!r},))"
+        _refuse(path, f"schedule at {name!r}", _schedule_problems(schedule, saved, described, groups), remedy)
+        if "lr" not in rules.script_wins:
+            return
+        reasons = [reason for reason in [_why_no_multiples(schedule)] if reason]
+        for key in optimizers:
+            pairs = zip(self.shared[key].get("param_groups", ()), rules.decided(key), strict=False)
+            rates = [[group.get("initial_lr", group["lr"]) for group in pair] for pair in pairs]
+            reasons += [
+                f"param_groups[{index}] of {key} had lr=0, which cannot be scaled to the script's {now!r:.20}"
+                for index, (before, now) in enumerate(rates)
+                if before == 0 != now
+            ]
+        if reasons:
+            raise CheckpointError(
+                f"script_wins must not name 'lr' where {name!r} is restored: {reasons[0]}; restart it with "
+                f"leave_out=({handler!r},), or let the checkpoint win"
+            )
+
+    def _check_this_rank(self, path: str, objects: RunObjects) -> None:
+        """Looks at what would otherwise be taken over unchecked: the buffers of this rank and its latest results."""
+        for module, claimed in self.own["buffers"].items():
+            buffers = objects.buffers().get(module, {})
+            saved = {name: claimed[name] for name in buffers if name in claimed}
+            check_module(path, module, {name: buffers[name] for name in saved}, saved)
+        output, metrics = (self.own["results"].get(key) for key in ("output", "metrics"))
+        is_record = isinstance(output, dict) and output.keys() == {field.name for field in fields(UpdateOutput)}
+        if not isinstance(metrics, dict) or not (output is None or is_record):
+            raise CheckpointError(f"{path} has invalid results of an update: {describe(self.own['results'])}")
+
+
+# --- modules ---
+
+
+def check_module(path: str, name: str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Compares the names, shapes, dtypes and classes of the tensors of a saved module with those of this run.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    there, here = (
+        {key: form if isinstance(form := _form(value), _Form) else _Word.NO_TENSOR for key, value in state.items()}
+        for state in (saved, current)
+    )
+    _refuse(path, name, differences(there, here), f"build the {name} that was saved")
+
+
+def check_tied(path: str, name: str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Checks that names of one tensor of this run have the same numbers in a saved module; or else the last would win.
+
+    Raises:
+        CheckpointError: they do not, because the weights were not tied then.
+    """
+    for first, *others in tied_names(current):
+        for key in others:
+            one, other = saved.get(first), saved.get(key)
+            if one is not other and isinstance(one, Tensor) and isinstance(other, Tensor) and not _same_bits(one, other):
+                problem = f"{first!r} and {key!r} are one tensor in this run, and differ there"
+                _refuse(path, name, [problem], f"build the {name} that was saved")
+
+
+def tied_names(state: Mapping[str, Any]) -> list[list[str]]:
+    """The names of each tensor that a state of a module has under several."""
+    names: dict[Any, list[str]] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.numel() and not value.is_meta and type(value) is Tensor:
+            names.setdefault((value.data_ptr(), value.dtype, tuple(value.shape), value.stride()), []).append(key)
+    return [same for same in names.values() if len(same) > 1]
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Of two tensors of one shape."""
+    return one.dtype == other.dtype and torch.equal(as_bytes(one.contiguous()), as_bytes(other.contiguous()))
+
+
+def _tensors(value: Any) -> Iterator[TensorClaim]:
+    """The tensors in a nested state."""
+    if isinstance(value, TensorClaim):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(entry)
+
+
+# --- optimizers ---
+
+
+def _optimizer_problems(
+    optimizer: Optimizer,
+    groups: Sequence[Sequence[Tensor]],
+    saved: Any,
+    described: Mapping[str, Any],
+    names: Mapping[int, Sequence[str]],
+    decided: Sequence[Mapping[str, Any]],
+) -> Iterator[Difference | str]:
+    """Why a saved state is not of this optimizer, which has these groups of parameters; `names` are those of a parameter."""
+    mine, lengths = describe_optimizer(optimizer, groups, names), [len(group) for group in groups]
+    aliases = {alias: found[0] for found in names.values() for alias in found}
+    current = {} if isinstance(optimizer, GathersState) else optimizer.state_dict()
+    if described["class"] != mine["class"]:
+        yield f"{described['class']!s:.100} wrote it, and this run has {mine['class']}"
+    elif (found := [len(group) for group in described["names"]]) != lengths:
+        yield f"its parameter groups have {found} parameters and not {lengths}"
+    elif other := [*differences(_parameters(described, aliases), _parameters(mine, aliases), _same_parameter)]:
+        yield from other
+    elif not isinstance(saved, Mapping):
+        yield f"is {describe(saved)}"
+    elif current and has_own_form(current):  # its own `load_state_dict` reads it
+        if saved.keys() != current.keys():
+            yield f"has the keys {[*saved]!r:.80} and not {[*current]!r:.80}"
+    elif problem := _why_no_state(saved, lengths):
+        yield problem
+    else:
+        yield from _state_problems(stepping_part(optimizer), groups, saved, names, decided)
+
+
+def _why_no_state(state: Mapping[str, Any], lengths: list[int]) -> str:
+    """Why a state has not the form that torch's optimizers give it for groups of these lengths; empty if it has."""
+    groups = state.get("param_groups")
+    if not isinstance(state.get("state"), Mapping) or not isinstance(groups, list):
+        return f"has the keys {[*state]!r:.80}"
+    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):
+        return "has parameter groups without a list of parameters"
+    keys = [key for group in groups for key in group["params"]]
+    if not all(isinstance(key, (int, str)) for key in keys) or len(set(keys)) < len(keys):
+        return "has parameter groups with a parameter twice, or one without a number"
+    found = [len(group["params"]) for group in groups]
+    return "" if found == lengths else f"its parameter groups have {found} parameters and not {lengths}"
+
+
+def _parameters(described: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, dict[str, _Form]]:
+    """The tree of the parameters of an optimizer, by their places, each under the first of its names."""
+    groups = zip(described["names"], described["shapes"], described["dtypes"], strict=True)
+    return {
+        f"param_groups[{index}]": {
+            f"parameter {place}": _Form(dtype, tuple(shape), aliases.get(name, name))
+            for place, (name, shape, dtype) in enumerate(zip(*group, strict=True))
+        }
+        for index, group in enumerate(groups)
+    }
+
+
+def _same_parameter(saved: Any, here: Any) -> bool:
+    """Whether the forms are equal; a parameter of no module has no name, which is not compared."""
+    if not isinstance(saved, _Form) or not isinstance(here, _Form):
+        return False
+    return saved[:2] == here[:2] and (saved.name == here.name or "" in (saved.name, here.name))
+
+
+def _state_problems(
+    optimizer: Optimizer,
+    groups: Sequence[Sequence[Tensor]],
+    saved: Mapping[str, Any],
+    names: Mapping[int, Sequence[str]],
+    decided: Sequence[Mapping[str, Any]],
+) -> Iterator[Difference | str]:
+    """Why the next step could not use a state. Other classes than those of torch, and their subclasses, keep what they want."""
+    found = (one for one in type(optimizer).__mro__ if one is not Optimizer and f"{one.__module__}.".startswith("torch.optim."))
+    kind, known = next(found, None), {}
+    for index, (group, other) in enumerate(zip(groups, saved["param_groups"], strict=True)) if kind else ():
+        options = {**other, **(decided[index] if index < len(decided) else {}), "params": []}
+        kinds = {(parameter.dim(), parameter.dtype): parameter for parameter in group if parameter.dim() <= len(_SIZES)}
+        key = f"{options!r} {kinds.keys()}"  # many groups have the same options
+        if key not in known:
+            known[key] = kept, problem = _tried(kind, options, [*kinds])
+            mine = optimizer.param_groups[min(index, len(optimizer.param_groups) - 1)]
+            if problem and not _tried(kind, mine, [*kinds])[1]:
+                yield f"with the options of param_groups[{index}] {problem}"
+        kept, _ = known[key]
+        for parameter, number in zip(group, other["params"], strict=True):
+            label = next(iter(names.get(id(parameter), ())), f"parameter {number!r:.20}")
+            state = saved["state"].get(number, {})
+            if not isinstance(state, Mapping):
+                yield f"the state of {label} is {describe(state)}"
+            elif state:  # one that has not stepped yet has none
+                needed = {
+                    name: _needed(value, parameter) for name, value in kept.get((parameter.dim(), parameter.dtype), {}).items()
+                }
+                there = {name: _Word.NOTHING if (value := state.get(name)) is None else _form(value) for name in needed}
+                yield from differences(there, needed, _can_serve, (label,))
+
+
+def _tried(
+    kind: Any, options: Mapping[str, Any], kinds: Sequence[tuple[int, torch.dtype]]
+) -> tuple[dict[tuple[int, torch.dtype], dict[str, Any]], str]:
+    """What an optimizer with these options keeps for parameters after two steps, by their dimensions and dtype.
+
+    Returns:
+        The states, and how the steps fail; empty if they do not. They fail too where torch has no such step, as with a class
+        that needs a closure, and dtypes without arithmetic.
+    """
+    for key, value in options.items():
+        if key in _WAYS and not (value is None or isinstance(value, bool)):
+            return {}, f"{key} is {describe(value)}"
+    plain = {key: value for key, value in _for_a_stand_in(options).items() if key not in _WAYS}
+    problem = ""
+    for is_sparse in (False, True):  # SparseAdam takes sparse gradients only
+        try:
+            parameters = [torch.ones(_SIZES[:size], dtype=dtype, device="cpu") for size, dtype in kinds or [(2, torch.float32)]]
+            parameters = [nn.Parameter(parameter, requires_grad=True) for parameter in parameters]
+            tried = kind(parameters)
+            tried.load_state_dict({"state": {}, "param_groups": [{**plain, "params": [*range(len(parameters))]}]})
+            (loaded,) = tried.param_groups
+            lacking = [key for key in tried.defaults if key not in loaded and key not in _WAYS]
+            if lacking:
+                return {}, f"{lacking[0]!r} is missing"
+            known = inspect.signature(kind).parameters.keys() - {"params"}
+            tried = kind(parameters, **{key: value for key, value in loaded.items() if key in known})
+            for parameter in parameters:
+                gradient = torch.ones_like(parameter)
+                parameter.grad = gradient.to_sparse(1) if is_sparse else gradient
+            tried.step()
+            tried.step()  # which takes what the first has left, as momentum is
+        except Exception as error:
+            problem = problem or f"a step fails by {type(error).__name__}: {error!s:.200}"
+        else:
+            return {one: tried.state[parameter] for one, parameter in zip(kinds, parameters, strict=False)}, ""
+    return {}, problem
+
+
+def _for_a_stand_in(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group, with some number in the place of a tensor, which is not read yet or lies on a device."""
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: 0.1 if isinstance(value, (Tensor, TensorClaim)) else value for key, value in options.items()}
+
+
+def _needed(value: Any, parameter: Tensor) -> _Form | _Word:
+    """What a state must hold for a parameter where that of a stand-in holds `value`.
+
+    The sizes of the stand-in become those of the parameter. A size of its own, as factors of Adafactor have, stays.
+    """
+    if not isinstance(value, Tensor) or (value.numel() == 1 and parameter.dim() > 0):
+        return _Word.ONE_NUMBER
+    small = _SIZES[: parameter.dim()]
+    return _Form(dtype_name(value.dtype), tuple(parameter.shape[small.index(s)] if s in small else s for s in value.shape))
+
+
+def _can_serve(saved: Any, needed: Any) -> bool:
+    """Whether a step can use a value of a state; the width of its numbers may be another one."""
+    if needed is _Word.ONE_NUMBER:
+        is_number = isinstance(saved, _Form) and math.prod(saved.shape) == 1 and _numbers(saved) == "float"
+        return is_number or isinstance(saved, (int, float))
+    return isinstance(saved, _Form) and saved.shape == needed.shape and _numbers(saved) == _numbers(needed)
+
+
+def _numbers(form: _Form) -> str:
+    return next((kind for kind in ("float", "complex") if kind in form.dtype), "int")
+
+
+def _option_changes(name: str, saved: Any, script: Sequence[Mapping[str, Any]], script_wins: Sequence[str]) -> list[str]:
+    """The options that the script sets in another way, and which of the two is used."""
+    changes: dict[str, list[int]] = {}
+    pairs = [*zip(saved, map(plain_options, script), strict=False)]  # groups that are added later are equal
+    for index, (before, now) in enumerate(pairs):
+        for one in differences(before, now):
+            (key,) = one.path
+            if not one.is_on_one_side and (key != "initial_lr" or now.get("lr") == before.get("lr")):
+                used = "the script's is used" if key in script_wins else "the checkpoint's is used; "
+                used += "" if key in script_wins else f"script_wins=({key!r},) takes the script's"
+                changes.setdefault(f"{one.change} ({used})", []).append(index)
+    everywhere = [*range(len(pairs))]
+    return [f"{name}.{'' if found == everywhere else f'param_groups{found}.'}{text}" for text, found in changes.items()]
+
+
+# --- schedules ---
+
+
+def _schedule_problems(
+    schedule: LRScheduler, saved: Any, described: Any, groups: Sequence[Mapping[str, Any]]
+) -> Iterator[Difference | str]:
+    """Why a saved state is not of this schedule, over these parameter groups; those that were added have no base rate."""
+    mine, current = type(schedule).__qualname__, schedule.state_dict()
+    if described is not None and described["class"] != mine:
+        yield f"{described['class']!s:.60} wrote it, and this run has {mine}"
+    elif not isinstance(saved, Mapping):
+        yield f"it is {describe(saved)}"
+    else:
+        options = [  # a mapping, as of milestones, may be another one
+            {key: None if isinstance(value, Mapping) else value for key, value in state.items() if _is_option(key)}
+            for state in (saved, current)
+        ]
+        found: list[Difference | str] = [*differences(options[0], options[1], _same_kind)]
+        for key in ("base_lrs", "_last_lr"):
+            if key in current and not (isinstance(saved.get(key), list) and 0 < len(saved[key]) <= len(groups)):
+                found.append(f"it has {saved.get(key)!r:.60} for the {len(groups)} parameter groups")
+        yield from found
+        # Only those of torch and of this library are tried: a step of another class may need more, or do more.
+        if not found and f"{type(schedule).__module__}.".startswith(("torch.", "ignite_train.")):
+            if isinstance(schedule, schedulers.OneCycleLR) and saved.get("last_epoch") == saved.get("total_steps"):
+                return  # it is at its end, and torch raises at one more step
+            problem = _failure(schedule, saved, groups)
+            yield from [problem] if problem and not _failure(schedule, current, schedule.optimizer.param_groups) else []
+
+
+def _failure(schedule: LRScheduler, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> str:
+    """How a step of a copy of the schedule fails on an optimizer without a model; empty if it does not."""
+    stand_in = SGD([{"params": [torch.zeros(1)]} for _ in groups], lr=0.1)
+    for group, options in zip(stand_in.param_groups, groups, strict=True):
+        group |= copy.deepcopy(_for_a_stand_in(options))
+    try:
+        tried: Any = copy.deepcopy(schedule, {id(schedule.optimizer): stand_in})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the order of steps, which is not that of a training
+            tried.load_state_dict(copy.deepcopy({key: value for key, value in state.items() if key != "_latest_update"}))
+            tried.step(*([1.0] if isinstance(tried, schedulers.ReduceLROnPlateau) else []))
+            schedule_options(tried.state_dict())
+        rates = [float(group["lr"]) for group in stand_in.param_groups]
+    except Exception as error:
+        return f"its next step fails by {type(error).__name__}: {error!s:.200}"
+    return "" if all(map(math.isfinite, rates)) else f"its next step sets the learning rates {rates!r:.100}"
+
+
+def _is_option(key: Any) -> bool:
+    return not str(key).startswith("_") and key not in PROGRESS
+
+
+def _same_kind(saved: Any, here: Any) -> bool:
+    """Whether a value of an option may stand in the place of another: a number for a number, a string for a string."""
+    if _Word.NOTHING in (saved, here):
+        return False
+    kinds = ((bool,), (int, float), (str,))
+    return next((type(saved) in kind for kind in kinds if type(here) in kind), True)
+
+
+def _why_no_multiples(schedule: Any) -> str:
+    """Why the rates of a schedule cannot follow the optimizer's `lr` of the script; empty if they can."""
+    if not isinstance(schedule, _PROPORTIONAL):
+        return f"{type(schedule).__name__} does not compute its rates as multiples of lr"
+    values = schedule.state_dict()
+    if values.get("eta_min"):
+        return f"{type(schedule).__name__} has eta_min={values['eta_min']!r}, which is not a multiple of lr"
+    return next((reason for part in vars(schedule).get("_schedulers", ()) if (reason := _why_no_multiples(part))), "")
+
+
+# --- settings ---
+
+
+def config_changes(saved: Any, script: Any, in_effect: Any) -> list[str]:
+    """The differences between two trees of `plain_config`, a line each. Of a setting it says which of the two is used.
+
+    Args:
+        saved: of the checkpoint.
+        script: of the script that resumes, before a state was restored.
+        in_effect: the same afterwards.
+    """
+    before, now, used = (decode(tree, ("config",)) for tree in (saved, script, in_effect))
+    kept = {one.path for one in differences(before, used, _same_text)}
+    lines = []
+    for one in differences(before, now, _same_text):
+        if not any(one.path[: len(place)] == place for place in _SETTINGS):
+            lines.append(one.change)
+        elif not one.is_on_one_side:  # what is attached on one side only has no setting on the other
+            lines.append(f"{one.change} (the {'script' if one.path in kept else 'checkpoint'}'s is used)")
+    return lines
+
+
+def _same_text(saved: Any, here: Any) -> bool:
+    return repr(saved) == repr(here) and (saved is _Word.NOTHING) == (here is _Word.NOTHING)
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]

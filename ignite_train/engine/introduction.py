@@ -1,0 +1,65 @@
+"""What a run is, in a few lines: its model, its device, what an update is, and how many there will be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ignite_train.ranks import collectives
+from ignite_train.state import TrainState
+
+__all__ = ["introduction"]
+
+_PREFIXES = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+
+def introduction(
+    model: nn.Module, optimizers: Iterable[Optimizer], config: Mapping[str, Any], state: TrainState, data: Any
+) -> list[str]:
+    """Two lines: what is trained where, and what the updates are.
+
+    Args:
+        model: without its wrapper.
+        optimizers: all of them.
+        config: how the trainer was made.
+        state: with the limits of the run, as far as they are known.
+        data: the loader; None where there is none.
+    """
+    parameters, ranks = [*model.parameters()], collectives.world_size()
+    total, trained = (sum(p.numel() for p in parameters if p.requires_grad or not only) for only in (False, True))
+    size = f"{_rounded(total)} parameters" + (f", {_rounded(trained)} of them trained" if trained < total else "")
+    steps = config.get("accumulation_steps", 1)
+    device = f"{parameters[0].device}" + (f" × {ranks} ranks" if ranks > 1 else "")
+    names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
+    return [
+        f"{type(model).__name__}, {size}, on {device} in {config.get('precision', 'fp32')}, {names}",
+        f"{_updates(state, steps)}: {_of_each(steps, ranks, data)}",
+    ]
+
+
+def _updates(state: TrainState, accumulation_steps: Any) -> str:
+    if state.max_iters is not None:
+        return f"{state.max_iters} updates"
+    epochs = f"{state.max_epochs} epoch" + "s" * (state.max_epochs != 1)
+    if state.max_epochs is None:
+        return "updates"
+    is_known = state.epoch_length is not None and isinstance(accumulation_steps, int)  # or else epochs differ
+    return epochs if not is_known else f"{state.max_epochs * (state.epoch_length or 0)} updates in {epochs}"
+
+
+def _of_each(accumulation_steps: Any, ranks: int, data: Any) -> str:
+    """The samples of an update: those of a micro-batch, times micro-batches, times ranks."""
+    size = data.batch_size if isinstance(data, DataLoader) else None
+    on_ranks = f" × {ranks} ranks" if ranks > 1 else ""
+    if size is None or not isinstance(accumulation_steps, int):
+        return f"{accumulation_steps} micro-batch{'es' * (accumulation_steps != 1)}{on_ranks} each"
+    return f"{size * accumulation_steps * ranks} samples each ({size} × {accumulation_steps} micro-batches{on_ranks})"
+
+
+def _rounded(number: int) -> str:
+    """`"1.23M"`."""
+    return next((f"{number / unit:.3g}{prefix}" for unit, prefix in _PREFIXES if number >= unit), str(number))

@@ -1,0 +1,171 @@
+"""A step whose fused kernel divides the gradients while it reads them, so that no pass multiplies them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from ignite_train.device.to_host import is_on_host
+from ignite_train.fast.direct_step import DirectStep
+from ignite_train.model.group_tensors import SteppedGroup, gather
+from ignite_train.model.optimizers import is_wrapped_by_scheduler
+from ignite_train.update.stepper import OneStepper, SeveralSteppers
+
+__all__ = ["LARGEST_DIVISOR", "SMALLEST_DIVISOR", "FoldedStep", "FoldedSteps"]
+
+_FOLDING = (Adagrad, Adam, AdamW, SGD)  # with fused=True they divide by `grad_scale` while they read the gradient
+LARGEST_DIVISOR = torch.finfo(torch.float32).max  # in which the kernel holds it
+SMALLEST_DIVISOR = torch.finfo(torch.float32).tiny
+_DTYPES, _DTYPE = {torch.float32, torch.bfloat16, torch.float16}, itemgetter(1)
+
+
+class FoldedStep:
+    """Steps one optimizer, and folds the factor of the gradients into its own kernel where it can be, which costs no pass.
+
+    It can be, if
+
+    - the optimizer is torch's own Adagrad, Adam, AdamW or SGD, with `fused=True` in all its groups;
+    - no parameter is wider than float32, which is what the kernel holds the factor in;
+    - the kernel is right, and can step all of the parameters; see `FusedKernels`;
+    - nothing looks at the gradients between here and there: no pre-hook of the step, no `step` of the user's own.
+
+    Otherwise the plain stepper steps. Which of the two, and why, is logged at the first step. Both are within one unit in the
+    last place of the gradient times the factor, and the same bits where the factor is a power of two. (In bfloat16 and float16
+    the kernel rounds after its own arithmetic, the multiplication before it.)
+
+    Args:
+        plain: steps where the factor cannot be folded.
+
+    Attributes:
+        watch: see `Stepper`.
+    """
+
+    def __init__(self, plain: OneStepper) -> None:
+        self._plain, self.watch = plain, plain.watch
+        self._optimizer, self._gradients, self._kernels = plain.optimizer, plain.gradients, plain.kernels
+        self._direct = DirectStep(plain.optimizer, plain.gradients, plain.kernels.tensors, plain.watch)
+        self._logged = False
+        self._host_number = np.zeros((), dtype=np.float32)  # the memory of this tensor: torch takes longer to make one
+        self._host_divisor = torch.from_numpy(self._host_number)
+
+    def __call__(self, mean_factor: float, *clip_coefficients: float) -> None:
+        """See `Stepper`."""
+        (clip_coefficient,) = clip_coefficients
+        factor, groups = mean_factor * clip_coefficient, gather(self._optimizer)
+        obstacle = self._why_not_fused(groups)
+        if not self._logged:
+            self._say_how(obstacle)
+        if obstacle is None and factor == 1.0:
+            self._step_with(groups)
+        elif obstacle is None and factor > 0 and SMALLEST_DIVISOR <= 1.0 / factor <= LARGEST_DIVISOR:
+            self._step_with(groups, grad_scale=self._divisor(1.0 / factor))
+        else:
+            self._plain.step_along(factor)
+
+    def step_if(self, may_step: Tensor, divisor: Tensor) -> None:
+        """Steps along the gradients divided by `divisor` if `may_step` is 1, and not if it is 0; both float32, on the device.
+
+        A step that is not made leaves parameters, gradients, moments and numbers of steps as they are. Only where there is no
+        `why_not_fused`, and no `why_not_queued`.
+        """
+        self._step_with(gather(self._optimizer), grad_scale=divisor, found_inf=1.0 - may_step)
+
+    def _divisor(self, value: float) -> Tensor:
+        """A float32 on the device of the gradients; if there are several, torch copies it to the others."""
+        device, _ = next(iter(self._gradients.kinds))
+        if not is_on_host(device):
+            return torch.full((), value, dtype=torch.float32, device=device)
+        self._host_number[()] = value
+        return self._host_divisor
+
+    def _step_with(self, groups: Sequence[SteppedGroup], **given: Tensor) -> None:
+        """Has the kernel divide by `grad_scale`, and skip the step if `found_inf` is not 0."""
+        if self._direct(groups, **given) is None:
+            return
+        attributes: dict[str, Any] = vars(self._optimizer)
+        attributes.update(given)
+        try:
+            self._plain.step()
+        finally:
+            for name in given:
+                del attributes[name]
+
+    def why_not_queued(self) -> str | None:
+        """Why a folded step could not be skipped by the device without a trace; asked at each step."""
+        optimizer = self._optimizer
+        if optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
+            return "a post-hook of its step would be called for a step that was skipped"
+        for group in optimizer.param_groups:
+            if type(optimizer) is SGD and group["momentum"] == 0:
+                continue  # has no state
+            key = "momentum_buffer" if type(optimizer) is SGD else "step"
+            for parameter in group["params"]:
+                if parameter.grad is not None and optimizer.state.get(parameter, {}).get(key) is None:
+                    return "a parameter has no moments yet, and a step that was skipped would leave some behind"
+        return None
+
+    def why_not_fused(self) -> str | None:
+        """Why the factor cannot be folded into the step; asked at each step, as hooks and groups come and go."""
+        return self._why_not_fused(gather(self._optimizer))
+
+    def _why_not_fused(self, groups: Sequence[SteppedGroup]) -> str | None:
+        optimizer = self._optimizer
+        wrong = self._kernels.why_not_fused(groups)  # looks at what a subclass has of them too
+        for kernels in self._plain.inner:
+            kernels.look()
+        if type(optimizer) not in _FOLDING:
+            return "it has no fused kernel that this library knows"
+        for group in optimizer.param_groups:
+            if not group["fused"]:
+                return "it was made without fused=True"
+        if optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
+            return "a pre-hook of its step may look at the gradients"
+        step = vars(optimizer).get("step")
+        if step is not None and not is_wrapped_by_scheduler(step, type(optimizer)):
+            return "its step has been replaced"
+        if not _DTYPES.issuperset(map(_DTYPE, self._gradients.kinds)):
+            return "there are gradients wider than float32, in which that kernel holds the factor"
+        return wrong
+
+    def _say_how(self, obstacle: str | None) -> None:
+        name = type(self._optimizer).__name__
+        how = "inside its fused kernel" if obstacle is None else f"in a pass over memory of their own, since {obstacle}"
+        logging.getLogger("ignite_train").info(f"gradients for {name} are unscaled, normalised and clipped {how}")
+        self._logged = True
+
+
+class FoldedSteps(SeveralSteppers):
+    """The same for several optimizers.
+
+    Args:
+        plain: the plain steppers.
+        limits_each: whether each optimizer has a limit of its own for the norm, so that their factors differ.
+    """
+
+    def __init__(self, plain: SeveralSteppers, *, limits_each: bool = False) -> None:
+        self._folded = [(FoldedStep(stepper), gradients) for stepper, gradients in plain.parts if type(stepper) is OneStepper]
+        super().__init__(self._folded, plain.watch)
+        self._limits_each = limits_each
+
+    def step_if(self, may_step: Tensor, divisor: Tensor) -> None:
+        """See `FoldedStep.step_if`."""
+        for stepper, _ in self._folded:
+            stepper.step_if(may_step, divisor)
+
+    def why_not_queued(self) -> str | None:
+        """See `FoldedStep.why_not_queued`: what hinders one of them."""
+        if self._limits_each:
+            return "each optimizer has a limit of its own for the norm"
+        return next((why for stepper, _ in self._folded if (why := stepper.why_not_queued())), None)
+
+    def why_not_fused(self) -> str | None:
+        """See `FoldedStep.why_not_fused`: what hinders one of them."""
+        return next((why for stepper, _ in self._folded if (why := stepper.why_not_fused())), None)

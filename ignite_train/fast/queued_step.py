@@ -1,0 +1,119 @@
+"""A step that is queued on the device before the host knows whether it may be made."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ignite_train.events import TrainEvents
+from ignite_train.fast.folded_step import LARGEST_DIVISOR, SMALLEST_DIVISOR, FoldedStep, FoldedSteps
+from ignite_train.ranks.statistics import Reduced, Totals
+from ignite_train.trainer import Trainer
+from ignite_train.update.cross import Cross
+from ignite_train.update.decision import EPSILON, SMALLEST_NORM, Rules
+from ignite_train.update.loss_scaling import LossScaling
+
+__all__ = ["QueuedStep", "decide_on_device"]
+
+
+@dataclass(kw_only=True)
+class QueuedStep(Cross):
+    """On an accelerator, has the device decide about the step, so that it need not wait for the host to do so.
+
+    The sums and the norm lie on the device. Whether the update is plain (samples, finite, nothing only the host can decide)
+    and what to divide the gradients by is computed there; those numbers set out for the host, an event behind them; then the
+    optimizer's fused step is queued, with `grad_scale` and `found_inf`; and only then the host waits, for the event. If the
+    update is not plain, the kernel skips the step, which leaves no trace, and the host decides about it as it does elsewhere.
+
+    The order of reading and stepping is the other one (the host reads, then steps) wherever the difference could show:
+
+    - GRADIENTS_REDUCED or GRADIENTS_READY has a handler, also one whose filter is not due;
+    - the factor cannot be folded into the step, or a step that is skipped would leave a trace; see `FoldedStep`;
+    - gradients and sums are not all on one device, or it has no float64.
+
+    Attributes:
+        stepper: makes the step.
+        rules: of the trainer.
+        loss_scaling: has the loss scale.
+    """
+
+    stepper: FoldedStep | FoldedSteps
+    rules: Rules
+    loss_scaling: LossScaling
+    _logged: bool = False
+
+    def read(self, trainer: Trainer, norm: float | Tensor | None) -> Totals:
+        """Reads the update's numbers; the device may have made the step that belongs to them."""
+        statistics, watch = self.statistics, self.watch
+        reduced = None if statistics.on_host else statistics.reduced(norm)
+        if reduced is None or self._why_not_queued(trainer) is not None:
+            return super().read(trainer, norm)
+        rates = self.learning_rates.unknown()
+        may_step, divisor = decide_on_device(reduced, self.rules, self.loss_scaling.scale)
+        for rate in rates:
+            may_step = may_step * torch.isfinite(rate).reshape(()).to(may_step.device)
+        statistics.send(norm, [may_step, *rates])
+        trainer.begin_section("optimizer")
+        # Told before the kernels are queued, so that after an interrupt the device is asked whether they have stepped.
+        watch.leave_to_device(lambda: bool(may_step.item() == 1.0))  # sync
+        self.stepper.step_if(may_step, divisor)
+        trainer.begin_section("reduction")
+        totals = statistics.finish(norm)
+        watch.decided(moved=totals.more[0] == 1.0)
+        self.learning_rates.learn(totals.more[1:])
+        return totals
+
+    def _why_not_queued(self, trainer: Trainer) -> str | None:
+        """Why the host must know the numbers before the step; asked in each update, as handlers and hooks come and go."""
+        obstacle = self._obstacle(trainer)
+        if not self._logged:
+            self._say_whether(obstacle)
+        return obstacle
+
+    def _obstacle(self, trainer: Trainer) -> str | None:
+        for event in (TrainEvents.GRADIENTS_REDUCED, TrainEvents.GRADIENTS_READY):
+            if trainer.has_handlers(event):
+                return f"{event.name} has a handler"
+        if {device for device, _ in self.gradients.kinds} != {self.statistics.device}:
+            return "gradients are not on the device of the loss"
+        if not self.learning_rates.may_be_finite():
+            return "a learning rate is not finite"
+        return self.stepper.why_not_fused() or self.stepper.why_not_queued()
+
+    def _say_whether(self, obstacle: str | None) -> None:
+        now = "it is" if obstacle is None else f"at first not, since {obstacle}"
+        logging.getLogger("ignite_train").info(
+            "a step is queued before the host has read the update's numbers, if it is folded into a fused kernel that has its "
+            f"moments, and no handler of GRADIENTS_REDUCED or GRADIENTS_READY stands in between: {now}"
+        )
+        self._logged = True
+
+
+def decide_on_device(reduced: Reduced, rules: Rules, loss_scale: float) -> tuple[Tensor, Tensor]:
+    """Whether to step without asking the host (1 or 0), and what to divide the gradients by, both in float32, not read.
+
+    These are the operations of `decide`, one by one, in float64 and in its order, each rounded once as the host's are. No
+    quotient has a number of the host for its divisor, for which CUDA multiplies by the reciprocal. What the host has to look
+    at before the step, such as a norm that float32 may not have added up, gives 0.
+    """
+    size, one = reduced.sample_size, torch.ones_like(reduced.sample_size)
+    mean_factor = torch.full_like(one, rules.divisor) / ((size if rules.normalize else one) * loss_scale)
+    loss, norm = reduced.loss / size, reduced.norm * mean_factor
+    factor = mean_factor
+    if rules.max_grad_norm is not None:
+        factor = mean_factor * torch.minimum(one, torch.full_like(one, rules.max_grad_norm) / (norm + EPSILON))
+    quotient = one / factor
+    may_step = (
+        (size > 0)
+        & torch.isfinite(loss)
+        & (reduced.norm >= SMALLEST_NORM)
+        & (norm < math.inf)
+        & (reduced.obstacles == 0)
+        & (quotient >= SMALLEST_DIVISOR)
+        & (quotient <= LARGEST_DIVISOR)
+    )
+    return may_step.float(), quotient.float()

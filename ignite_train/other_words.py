@@ -1,0 +1,212 @@
+"""The words of other libraries, and what to write here in their place: one table, and the errors that answer with it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from typing import Any, TypeVar
+
+from ignite_train.arguments import did_you_mean
+
+__all__ = ["OTHER_WORDS", "answers_other_words", "refuse_arguments", "refuse_attribute", "refuse_import"]
+
+_SCORE = "score='accuracy', the name of one of the evaluator's metrics"
+_RUN = "trainer.run(loader, max_epochs=3)"
+_VALIDATE = "Validation(evaluator, loader).attach(trainer), with evaluator = create_evaluator(model, forward)"
+_SAVE = "Checkpoint('runs/first').attach(trainer) of ignite_train.handlers, which saves the run and resumes it"
+_EVERY = "an event in attach: attach(trainer, Events.ITERATION_COMPLETED(every=50))"
+_SCHEDULE = "LearningRateSchedule(scheduler).attach(trainer), with a scheduler of torch, whose steps are updates"
+_HANDLERS = "MyHandler(...).attach(trainer) for each of them, or @trainer.on(Events.EPOCH_COMPLETED) for a function"
+
+OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
+    # Arguments of each function and class.
+    "": {
+        _RUN: "epochs num_epochs n_epochs max_epoch num_train_epochs max_num_epochs",
+        "trainer.run(loader, max_iters=1000), which counts updates": (
+            "steps max_steps num_steps iterations num_iterations max_updates"
+        ),
+        "trainer.run(loader)": "train_loader train_dataloader train_dataloaders dataloader loader data train_dataset dataset",
+        "resume='auto', which is the default, 'must' or a path": "ckpt_path checkpoint resume_from resume_from_checkpoint",
+        "precision='bf16' or precision='fp16'": "amp amp_mode use_amp fp16 bf16 mixed_precision autocast dtype amp_dtype",
+        "loss_scaling=TorchLossScaling(), which precision='fp16' has by itself": "scaler grad_scaler use_scaler loss_scale",
+        "max_grad_norm=1.0": "grad_clip clip_grad clip_grad_norm gradient_clip_val gradient_clipping max_norm clip_norm clip",
+        "accumulation_steps=4 of create_trainer, gradient_accumulation_steps=4 of create_supervised_trainer": (
+            "accumulate_grad_batches update_freq grad_accumulation gradient_accumulation gradient_accumulation_steps "
+            "accumulation_steps grad_accum_steps"
+        ),
+        _SCHEDULE: "scheduler schedulers lr_scheduler lr_schedulers schedule",
+        "the rate into the optimizer, torch.optim.AdamW(model.parameters(), lr=1e-3)": "lr learning_rate weight_decay",
+        "forward(model, micro_batch), which returns the loss, or use create_supervised_trainer(model, optimizer, loss_fn)": (
+            "loss_fn criterion loss loss_function training_step compute_loss process_function"
+        ),
+        "model.to(device) before the optimizer is made; data follow the model": "device devices gpus accelerator",
+        "the model wrapped by idist.auto_model(model) or by fully_shard": "ddp fsdp strategy distributed num_nodes",
+        "deterministic(seed) of ignite_train at the top of the script": "deterministic",
+        _HANDLERS: "callbacks callback handlers hooks plugins",
+        "attach_defaults(trainer, directory='runs/first'), which logs": (
+            "logger loggers logging_dir report_to tensorboard log_dir"
+        ),
+        _EVERY: "every interval log_every log_interval log_every_n_steps logging_steps every_n_steps frequency",
+        _VALIDATE: (
+            "val_loader val_dataloaders validation_data valid_loader eval_loader eval_dataset eval_every val_check_interval"
+        ),
+        "attach(trainer, evaluator=evaluator)": "evaluator evaluators",
+        "attach(trainer), which takes it": "trainer engine",
+        "logs={'correct': number} in ForwardOutput, or Ignite's Accuracy().attach(evaluator, 'accuracy')": (
+            "metrics compute_metrics"
+        ),
+        _SCORE: "monitor metric metric_name metric_for_best_model score_name score_function best best_metric",
+        "mode='max' if a higher score is better, or mode='min'": (
+            "maximize greater_is_better higher_is_better minimize lower_is_better direction score_sign"
+        ),
+        "EarlyStopping(evaluator, score, patience=3).attach(trainer)": "patience early_stopping",
+        "keep=3, or keep_best=3 for the best by a score": (
+            "n_saved save_total_limit max_to_keep save_top_k keep_last num_to_keep"
+        ),
+        "UpdateOptions(on_nonfinite='skip')": "skip_nonfinite skip_nan terminate_on_nan nan_policy",
+    },
+    # Arguments, of one function or class, that mean something else there.
+    "create_supervised_trainer": {"loss_fn=torch.nn.CrossEntropyLoss()": "loss criterion loss_function"},
+    "Checkpoint": {
+        "Checkpoint('runs/first', ...), whose directory comes first": "dirpath dirname save_dir output_dir path folder",
+        "every=1000 (updates), every_epochs=1 or every_seconds=600": (
+            "save_every save_steps save_interval interval every_n_train_steps every_n_epochs every_n_steps save_freq frequency"
+        ),
+        "Checkpoint('runs/first').attach(trainer): it saves model, optimizer and handlers by itself": (
+            "save_handler filename_prefix filename filename_pattern require_empty model optimizer ()"
+        ),
+        "nothing: the end of a run is always saved": "save_last save_on_train_end",
+    },
+    "EarlyStopping": {"EarlyStopping(evaluator, 'accuracy', patience=3).attach(trainer)": "() score_function trainer"},
+    "TensorBoard": {"log_dir='runs/first', the first argument": "directory save_dir path logdir"},
+    # Attributes.
+    "Trainer": {
+        _RUN: "fit train start train_epoch",
+        "trainer.update([micro_batch])": "step train_step training_step train_batch",
+        "trainer.optimizers['optimizer']": "optimizer",
+        _VALIDATE: "validate evaluate test eval val validation_step",
+        "predict(evaluator, loader) of ignite_train.handlers": "predict",
+        _SAVE: "save save_checkpoint load load_checkpoint save_model load_model resume resume_from",
+        "trainer.state.iteration, the number of updates": "global_step num_updates iteration step_count current_step",
+        "trainer.state.epoch": "epoch current_epoch",
+        "trainer.state.max_epochs": "max_epochs num_epochs",
+        _HANDLERS: "callbacks add_callback add_callbacks on_epoch_end add_handler hooks register_hook",
+        "logs={...} in ForwardOutput, and trainer.state.metrics with TrainingMetrics": (
+            "log log_dict metrics logs logged_metrics callback_metrics history"
+        ),
+        "trainer.state.update_output.loss": "loss loss_value",
+        "trainer.state.update_output.learning_rates": "lr learning_rate",
+        _SCHEDULE: "scheduler lr_scheduler schedulers",
+        "next(trainer.model.parameters()).device": "device",
+        "forward that returns the loss: the update calls backward, clips, steps and clears": (
+            "backward zero_grad optimizer_step clip_gradients scaler accelerator manual_backward"
+        ),
+    },
+    "TrainState": {
+        "state.update_output.loss": "loss",
+        "state.iteration, the number of updates": "global_step step num_updates",
+        "state.update_output.learning_rates": "lr learning_rate",
+        "state.update_output.grad_norm": "grad_norm",
+        "state.metrics[...] with TrainingMetrics; the sums of the latest update are state.update_output.logs": "*",
+    },
+    # Names to import, from either module.
+    "import": {
+        _SAVE: "ModelCheckpoint Checkpointer DiskSaver",
+        "from ignite_train.handlers import ProgressLog": "ProgressBar TQDMProgressBar RichProgressBar",
+        "nothing: a loss or gradient that is not finite raises NonFiniteError by itself": "TerminateOnNan",
+        _SCHEDULE: "LRScheduler ParamScheduler LearningRateScheduler PiecewiseLinear LearningRateMonitor",
+        "from ignite_train.handlers import ModelEMA": "EMAHandler EMA ExponentialMovingAverage WeightAveraging",
+        "from ignite_train.handlers import TensorBoard": "TensorBoardLogger TensorboardLogger SummaryWriter",
+        "from ignite_train.handlers import Csv, JsonLines": "CSVLogger",
+        "from ignite_train.handlers import EarlyStopping": "EarlyStoppingCallback",
+        "from ignite_train.handlers import LearningRateFinder": "FastaiLRFinder LRFinder",
+        "from ignite_train.handlers import TimeLimit": "Timer",
+        "from ignite.engine import Events": "Events Engine State",
+        "deterministic(seed) of ignite_train, or create_trainer(..., seed=0)": "seed_everything set_seed manual_seed",
+        "create_trainer(model, optimizer, forward)": "TrainingArguments LightningModule Accelerator TrainerCallback",
+    },
+}
+"""By place, the remedies and the words that each of them answers. `"*"` answers all others."""
+
+_Given = TypeVar("_Given", bound=Callable[..., Any])
+
+
+def answers_other_words(given: _Given, elsewhere: Mapping[str, str] | None = None) -> _Given:
+    """The function, or the class, with an answer in one line to an argument that it does not have.
+
+    Args:
+        given: a function, or a class with an `__init__` of its own.
+        elsewhere: arguments that belong to something else, and what to write.
+    """
+    if isinstance(given, type):
+        given.__init__ = answers_other_words(given.__init__)  # type: ignore[misc]
+        return given
+    parameters = inspect.signature(given).parameters
+    kinds = [one.kind for one in parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD in kinds or inspect.Parameter.VAR_POSITIONAL in kinds:
+        return given
+    owner = given.__qualname__.removesuffix(".__init__").removesuffix(".attach")
+    places = sum(kind is not inspect.Parameter.KEYWORD_ONLY for kind in kinds)
+
+    @functools.wraps(given)
+    def checked(*args: Any, **named: Any) -> Any:
+        refuse_arguments(given.__qualname__, (name for name in named if name not in parameters), parameters, elsewhere)
+        if len(args) > places:
+            names = [name for name in [*parameters][:places] if name != "self"]
+            given_names = f"{len(args) - places + len(names)} values"
+            remedy = _remedy(owner, "()") or "the others as name=value"
+            raise TypeError(f"{owner} takes ({', '.join(names)}) without names, got {given_names}; write {remedy}")
+        return given(*args, **named)
+
+    return checked  # type: ignore[return-value]
+
+
+def refuse_arguments(
+    name: str, unknown: Iterable[str], known: Iterable[str], elsewhere: Mapping[str, str] | None = None
+) -> None:
+    """Raises a TypeError for the first of `unknown`, if there is one.
+
+    Args:
+        name: of the function.
+        unknown: arguments that it does not have.
+        known: those that it has.
+        elsewhere: see `answers_other_words`.
+    """
+    for word in unknown:
+        name = name.removesuffix(".__init__")
+        owner = name.removesuffix(".attach")
+        remedy = (elsewhere or {}).get(word) or _remedy(owner, word) or _remedy("", word)
+        hint = f"; write {remedy}" if remedy else did_you_mean(word, known) or f"; help({owner}) lists them"
+        raise TypeError(f"{name} has no argument {word!r}{hint}")
+
+
+def refuse_attribute(owner: object, name: str) -> AttributeError:
+    """The error for an attribute that an object of ours does not have."""
+    kind = type(owner).__name__
+    remedy = None if name.startswith("_") else _remedy(kind, name)
+    hint = f"; write {remedy}" if remedy else ""
+    return AttributeError(f"{kind!r} object has no attribute {name!r}{hint}", name=name, obj=owner)
+
+
+def refuse_import(module: str, other: str, name: str) -> ImportError | AttributeError:
+    """The error for a name that a module of ours does not have.
+
+    Args:
+        module: its name.
+        other: the name of the module in which it may be.
+        name: what was asked for.
+    """
+    remedy = _remedy("import", name)
+    if remedy is None and not name.startswith("_") and name[:1].isupper() and name in import_module(other).__all__:
+        remedy = f"from {other} import {name}"
+    if remedy is None:
+        return AttributeError(f"module {module!r} has no attribute {name!r}")
+    return ImportError(f"{module} has no {name!r}; write {remedy}", name=module)
+
+
+def _remedy(place: str, word: str) -> str | None:
+    rows = OTHER_WORDS.get(place, {})
+    found = [remedy for remedy, words in rows.items() if word in words.split()]
+    return next(iter(found or [remedy for remedy, words in rows.items() if words == "*"]), None)

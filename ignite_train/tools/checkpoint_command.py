@@ -1,0 +1,96 @@
+"""The command that lists checkpoints, verifies them, and writes the model of one as a file that `torch.load` reads.
+
+python -m ignite_train.checkpoint list DIR
+python -m ignite_train.checkpoint verify DIR
+python -m ignite_train.checkpoint consolidate DIR [--output FILE] [--entry NAME] [--best]
+
+DIR is one checkpoint, or a directory of them: then `consolidate` takes the newest that is whole, or with `--best` the one
+with the best score. With `--entry` it writes another object than the model, such as `ModelEMA`, or `to_save/teacher`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import sys
+from pathlib import Path
+
+import torch
+
+from ignite_train.checkpoint.directory import CheckpointDirectory
+from ignite_train.checkpoint.disk import Disk
+from ignite_train.checkpoint.found import find
+from ignite_train.errors import CheckpointError
+from ignite_train.tools.consolidate import consolidate
+from ignite_train.tools.inspection import best_path, chosen_checkpoint, damage_of
+
+__all__ = ["checkpoint_command"]
+
+
+def checkpoint_command(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit status: 0, or 1 if something is damaged or missing."""
+    parser = argparse.ArgumentParser(prog="python -m ignite_train.checkpoint", description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, what in (("list", "what is there"), ("verify", "read every byte"), ("consolidate", "make it one file")):
+        command = commands.add_parser(name, help=what, description=what)
+        command.add_argument("directory", type=Path, help="one checkpoint, or a directory of them")
+        if name == "consolidate":
+            command.add_argument("--output", type=Path, default=Path("model.pt"), help="the file to write (default: model.pt)")
+            command.add_argument("--entry", default="model", help="the object to write, such as ModelEMA (default: model)")
+            command.add_argument("--best", action="store_true", help="take the checkpoint with the best score")
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "consolidate":
+            return _consolidate(options.directory, options.output, options.entry, is_best=options.best)
+        return _list(options.directory, thoroughly=options.command == "verify")
+    except (CheckpointError, OSError) as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 1
+
+
+def _list(directory: Path, *, thoroughly: bool) -> int:
+    status, found = 0, find(directory)
+    marked = _known_best(directory)
+    for entry in found:
+        damage = damage_of(entry) if thoroughly and not entry.unreadable else entry.damage
+        status |= bool(damage or entry.unreadable)
+        notes = [f"damaged: {damage}" if damage else "whole" if thoroughly else ""]
+        if entry.unreadable:
+            notes = [f"cannot be read: {entry.unreadable}"]
+        if entry.manifest is not None:
+            manifest = entry.manifest
+            size = sum(record.size for record in manifest.files.values())
+            notes = [
+                f"epoch {manifest.epoch}, update {manifest.update}, {size / 1e6:.1f} MB, ranks: {manifest.world_size}",
+                *notes,
+            ]
+            notes += [] if manifest.score is None else [f"score {manifest.score:g}"]
+        notes += ["best"] if entry.path == marked else []
+        notes += ["latest"] if entry is found[-1] and not (damage or entry.unreadable) else []
+        print(f"{entry.path.absolute().name}  {', '.join(note for note in notes if note)}")  # noqa: T201
+    for name in CheckpointDirectory(directory, Disk()).set_aside_before():
+        print(f"{name}  damaged, and renamed by an earlier start")  # noqa: T201
+    if not found:
+        print(f"no checkpoint in {directory}")  # noqa: T201
+        status |= thoroughly
+    return status
+
+
+def _known_best(directory: Path) -> Path | None:
+    """The checkpoint that is marked as the best; None if that is not known."""
+    try:
+        return best_path(directory)
+    except CheckpointError:
+        return None
+
+
+def _consolidate(directory: Path, output: Path, entry: str, *, is_best: bool) -> int:
+    path = chosen_checkpoint(directory, best=is_best)
+    consolidate(path, output, entry=entry)
+    try:
+        torch.load(output, map_location="meta", mmap=True, weights_only=True)  # reads no numbers
+        is_safe = True
+    except pickle.UnpicklingError:  # it holds arrays, or frozen sets: torch reads those as pickled objects only
+        is_safe = False
+    print(f"{output}  the {entry} of {path}; torch.load({str(output)!r}, weights_only={is_safe}) reads it")  # noqa: T201
+    return 0

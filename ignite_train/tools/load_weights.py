@@ -1,0 +1,189 @@
+"""The weights of a checkpoint, or of a plain file, for a model without a run: to use it, or to begin another run with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ignite_train.arguments import describe, path_of
+from ignite_train.checkpoint.fits import check_tied, tied_names
+from ignite_train.checkpoint.manifest import MANIFEST
+from ignite_train.checkpoint.reader import CheckpointReader
+from ignite_train.checkpoint.run_objects import SavedModule
+from ignite_train.errors import CheckpointError
+from ignite_train.ranks.wrapping import unwrap
+from ignite_train.tools.consolidate import read_entry
+from ignite_train.tools.inspection import chosen_checkpoint
+
+__all__ = ["load_weights", "read_weights"]
+
+# Indexes of models that are in several files, and of those in one, as transformers and diffusers write them into a folder.
+_HUB_FILES = ("*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin")
+_WRAPPER = "module."  # what DistributedDataParallel adds to each name
+
+
+def load_weights(
+    model: nn.Module, path: str | Path, *, entry: str = "model", best: bool = False, strict: bool = True
+) -> list[str]:
+    """Loads weights and buffers into `model`, and nothing else: no optimizer, no counters, no trainer is needed.
+
+    Each rank reads them by itself, without a collective; it holds the whole state for a moment, and keeps its shards of a model
+    that is sharded. The names may be those of a compiled or wrapped model.
+
+    Args:
+        model: the model; wrapped, compiled or sharded ones too.
+        path: the directory of a run, of which the newest whole checkpoint counts; or one checkpoint; or a file that
+            `consolidate` or `torch.save(model.state_dict(), ...)` has written. It may hold the state under `"model"` or
+            `"state_dict"`. Files are read with `weights_only=True`. Or the folder, the file or the index that `save_pretrained`
+            of Hugging Face's libraries has written; files of safetensors need that package. Of tied weights one name is enough.
+        entry: as for `consolidate`: `"ModelEMA"` loads the average. Only for a directory.
+        best: the checkpoint with the best score, of the directory of a run.
+        strict: False leaves alone what the model does not have, and what is missing or has another shape in the file: for a
+            model with another last layer.
+
+    Returns:
+        The names of the model's parameters and buffers that were not loaded; empty if `strict`.
+
+    Raises:
+        TypeError: `model` is not a module.
+        CheckpointError: the checkpoint or file is missing, or it is of another model; the model is unchanged.
+        DamagedCheckpointError: something that was needed is not what was written.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from ignite_train.checkpoint import load_weights
+        >>> file = tempfile.mkdtemp() + "/model.pt"
+        >>> torch.save(torch.nn.Linear(4, 1).state_dict(), file)
+        >>> model = torch.nn.Linear(4, 1)
+        >>> load_weights(model, file)
+        []
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {describe(model)}")
+    module, path = SavedModule(unwrap(model)), path_of("path", path)
+    found = read_weights(path, entry=entry, best=best)
+    wanted = module.state_dict()
+    plain = _plain_names(wanted)
+    for names in tied_names(wanted):  # a file may have each tensor once
+        there = next((plain[name] for name in names if plain[name] in found), None)
+        found |= {} if there is None else {plain[name]: found[there] for name in names if plain[name] not in found}
+    left = [name for name, value in wanted.items() if plain[name] not in found or not _fits(value, found[plain[name]])]
+    unknown = [name for name in found if name not in plain.values()]
+    if (strict and (left or unknown)) or len(left) == len(wanted):
+        name = (left or unknown)[0]
+        wrong = "it has another shape there" if name in left and plain[name] in found else "only one of them has it"
+        raise CheckpointError(
+            f"{path} is of another model: {name!r} does not fit ({wrong}), and {len(left) + len(unknown) - 1} more; "
+            "strict=False loads what fits"
+        )
+    check_tied(str(path), "model", wanted, {name: found[plain[name]] for name in wanted if name not in left})
+    module.load_state_dict({name: v if name in left else _as_part_of(v, found[plain[name]]) for name, v in wanted.items()})
+    return left
+
+
+def read_weights(path: str | Path, *, entry: str = "model", best: bool = False) -> dict[str, Any]:
+    """The state that `load_weights` would load, under the names of a model without a wrapper. For the arguments see there.
+
+    Raises:
+        CheckpointError: the checkpoint or file is missing, or it holds no state_dict.
+        DamagedCheckpointError: something that was needed is not what was written.
+    """
+    path = path_of("path", path)
+    path = _hub_file(path) or path
+    return _read_file(path, entry, best=best) if path.is_file() else _read_checkpoint(path, entry, best=best)
+
+
+def _hub_file(path: Path) -> Path | None:
+    """The file that tells where the weights in a folder of Hugging Face's are; None for all others.
+
+    Raises:
+        CheckpointError: there is more than one.
+    """
+    if not path.is_dir() or (path / MANIFEST).exists():
+        return None
+    found = next((sorted(some) for pattern in _HUB_FILES if (some := [*path.glob(pattern)])), [])
+    if len(found) > 1:
+        raise CheckpointError(f"{path} has weights in {[one.name for one in found]}; pass the file that is to be loaded")
+    return found[0] if found else None
+
+
+def _read_checkpoint(path: Path, entry: str, *, best: bool) -> dict[str, Any]:
+    with CheckpointReader(chosen_checkpoint(path, best=best)) as stored:
+        state = read_entry(stored, entry)
+    if not _has_names(state) or not state:
+        raise CheckpointError(f"entry must be an object with weights, got {entry!r} in {path}, which is {describe(state)}")
+    return {plain: state[name] for name, plain in _plain_names(state).items()}
+
+
+def _read_file(path: Path, entry: str, *, best: bool) -> dict[str, Any]:
+    if entry != "model" or best:
+        raise CheckpointError(f"entry and best choose among checkpoints, and {path} is a file; leave them out")
+    state = _read_shards(path) if path.name.endswith(".index.json") else _loaded(path)
+    for name in ("model", "state_dict"):
+        if isinstance(state, Mapping) and isinstance(state.get(name), Mapping):
+            state = state[name]
+    if not _has_names(state) or not any(isinstance(value, Tensor) for value in state.values()):
+        raise CheckpointError(f"{path} must hold a state_dict, got {describe(state)}")
+    return {plain: state[name] for name, plain in _plain_names(state).items()}
+
+
+def _read_shards(path: Path) -> dict[str, Any]:
+    """What an index names, from the files beside it."""
+    try:
+        files: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        shards = {file: path.parent / file for file in files.values()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} must have a weight_map of names to files") from error
+    wrong = next((file for file, shard in shards.items() if shard.parent != path.parent or not shard.is_file()), None)
+    if wrong is not None:
+        raise CheckpointError(f"{path.parent} has no file {wrong!r}, which {path.name} names; fetch all of its files")
+    states = {file: _loaded(shard) for file, shard in shards.items()}
+    missing = next(
+        (name for name, file in files.items() if not isinstance(states[file], Mapping) or name not in states[file]), None
+    )
+    if missing is not None:
+        raise CheckpointError(f"{path.parent / files[missing]} must have {missing!r}, as {path.name} says, and has not")
+    return {name: states[file][name] for name, file in files.items()}
+
+
+def _loaded(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # torch raises any of ten kinds for a file that is cut short or is of another format
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{path} must be a state_dict that torch.save has written, but: {reason:.120}") from error
+
+
+def _has_names(state: Any) -> bool:
+    return isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
+
+
+def _plain_names(state: Iterable[str]) -> dict[str, str]:
+    """The names in a state without what wrappers around the whole model, or parts of it, have added; by the names with it."""
+    names = {name: name.replace("_orig_mod.", "") for name in state}
+    while names and all(name.startswith(_WRAPPER) for name in names.values()):
+        names = {name: plain.removeprefix(_WRAPPER) for name, plain in names.items()}
+    return names
+
+
+def _fits(wanted: Any, found: Any) -> bool:
+    if isinstance(wanted, Tensor) or isinstance(found, Tensor):
+        return isinstance(wanted, Tensor) and isinstance(found, Tensor) and wanted.shape == found.shape
+    return True
+
+
+def _as_part_of(wanted: Any, found: Any) -> Any:
+    """The shards of this rank, for a sharded tensor."""
+    if not isinstance(wanted, DTensor):
+        return found
+    whole = found.to(wanted.device, wanted.dtype)
+    return distribute_tensor(whole, wanted.device_mesh, wanted.placements, src_data_rank=None)

@@ -1,0 +1,144 @@
+"""Forward and backward of one micro-batch: the user's function, and backward from its loss times the loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ignite_train.device.to_device import ToDevice
+from ignite_train.errors import ForwardContractError
+from ignite_train.forward import BoundForward, Forward, ForwardOutput, as_forward_output, bind_forward
+from ignite_train.model.loss_declaration import FirstForward, check_forward, without_first_look
+from ignite_train.model.precision import Precision
+from ignite_train.model.seeding import Seeding
+from ignite_train.ranks import collectives
+from ignite_train.state import TrainState
+from ignite_train.update.compilation import Backward
+from ignite_train.update.handler_guard import HandlerGuard
+from ignite_train.update.loss_scaling import BeginsBySize, LossScaling
+from ignite_train.update.loss_terms import LossTerms
+from ignite_train.update.options import UpdateOptions
+from ignite_train.update.weak_method import WeakMethod
+
+__all__ = ["ForwardBackward"]
+
+
+@dataclass(kw_only=True)
+class ForwardBackward:
+    """Runs forward and backward; each micro-batch of an update is run by this, also where it is run again.
+
+    Attributes:
+        model: with its wrapper, if it has one.
+        module: without.
+        user_forward: the user's function; in its first run it is looked at for mistakes.
+        run_backward: as `torch.autograd.backward`.
+        transfer: copies micro-batches to the device.
+        precision: of forward.
+        loss_scaling: multiplies the loss.
+        seeding: what random numbers are a function of, if they are.
+        guard: looks after the first forward.
+        state: of the trainer; told which micro-batch is run again.
+        carried: what forward carries.
+        terms: the denominators of a loss with several terms.
+        options: of the update.
+        backward_settings: the arguments of each backward, besides the loss.
+        is_other: whether the running update has another forward than the trainer was made with.
+        name: of the running update.
+        awaits_size: whether the first loss scale is still to be found in the running update.
+    """
+
+    model: nn.Module
+    module: nn.Module
+    user_forward: BoundForward
+    run_backward: Backward
+    transfer: ToDevice
+    precision: Precision
+    loss_scaling: LossScaling
+    seeding: Seeding | None
+    guard: HandlerGuard
+    state: TrainState
+    options: UpdateOptions
+    awaits_size: bool = False
+    is_other: bool = False
+    name: str | None = None
+    _group_size: int = 0  # how many micro-batches this rank has in the running update, as far as is known when it begins
+
+    def __post_init__(self) -> None:
+        # What it gives its parts to call must not keep it and its model alive.
+        check, replace = WeakMethod(self._check_forward), WeakMethod(self._set_forward)
+        self.user_forward = FirstForward(self.user_forward, self.guard.forward, check, replace)
+        self.carried, self.terms = self.state.carried, LossTerms(self.options.sample_sizes)
+        creates = self.options.create_graph
+        self.backward_settings = {"retain_graph": self.options.retain_graph or creates, "create_graph": creates}
+        self._begins_by_size = self.loss_scaling if isinstance(self.loss_scaling, BeginsBySize) else None
+
+    @contextmanager
+    def instead(self, forward: Forward | None, name: str | None) -> Iterator[None]:
+        """Within it an update runs another forward, if one is given, and its record has a name."""
+        before = self.user_forward, self.terms
+        if forward is not None:
+            self.user_forward, self.terms = bind_forward(forward, lambda: self.state), LossTerms(None)
+        self.is_other, self.name = forward is not None, name
+        try:
+            yield
+        finally:
+            self.is_other, self.name = False, None
+            self.user_forward, self.terms = before
+
+    def begin(self, group: Sequence[Any]) -> None:
+        """Before the first forward of an update. Collective, where the user counts the samples of several losses."""
+        self.terms.begin(group)
+        if self.options.train_mode and not self.module.training:
+            self.model.train()
+        if self._begins_by_size is not None:
+            self.awaits_size, self._group_size = self._begins_by_size.awaits_size, len(group)
+
+    def forward(self, micro_batch: Any) -> ForwardOutput:
+        """Runs the user's function on a micro-batch, which is copied to the device first, and checks the result."""
+        with self.precision.autocast():
+            output = as_forward_output(self.user_forward(self.model, self.transfer(micro_batch)), self.terms.totals)
+        if self.awaits_size:
+            self.agree_on_scale(output.sample_size)
+        return output
+
+    def backward(self, output: ForwardOutput) -> None:
+        """Adds the gradients of the loss, times the loss scale, to `.grad`."""
+        self.run_backward(self.scaled(output.loss), **self.backward_settings)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, for backward."""
+        if not loss.requires_grad:
+            raise ForwardContractError("the loss that forward returned has no graph; return it without .detach() or no_grad()")
+        return loss if self.loss_scaling.scale == 1.0 else loss * self.loss_scaling.scale
+
+    def loss_without_wrapper(self, micro_batch: Any, index: int | None = None) -> Tensor:
+        """The loss of a micro-batch that is run again, times the loss scale; `index` in the group, None for a placeholder."""
+        self.state.micro_batch_in_group = index
+        if self.seeding is not None and index is not None:
+            self.seeding.micro_batch(index)
+        with self.precision.autocast():
+            returned = self.user_forward(self.module, self.transfer(micro_batch))
+            loss = as_forward_output(returned, self.terms.totals).loss
+        return loss * self.loss_scaling.scale if self.loss_scaling.enabled else loss
+
+    def agree_on_scale(self, sample_size: float | Tensor) -> None:
+        """Finds the first loss scale. Collective: called once in the update, after the first forward of each rank.
+
+        There forwards have been through their own collectives alike, and no backward has needed the scale yet. A rank without
+        micro-batches calls it before it joins the backward of the others.
+        """
+        self.awaits_size = False
+        (total,) = collectives.total([float(sample_size) * self._group_size])  # sync, in the first update
+        assert self._begins_by_size is not None  # noqa: S101  # asked before
+        self._begins_by_size.begin(total)
+
+    def _check_forward(self, micro_batch: Any) -> list[str]:
+        forward = without_first_look(self.user_forward)
+        return check_forward(self.module, forward, micro_batch, carried=self.carried, precision=self.precision)
+
+    def _set_forward(self, forward: BoundForward) -> None:
+        self.user_forward = forward

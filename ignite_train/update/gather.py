@@ -1,0 +1,172 @@
+"""Gather: forward and backward of each micro-batch of a group, whose gradients and sums add up on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+
+from ignite_train.data.arriving_group import ArrivingGroup
+from ignite_train.events import TrainEvents
+from ignite_train.model.gradients import Gradients
+from ignite_train.model.seeding import Seeding
+from ignite_train.ranks.messages import Outgoing
+from ignite_train.ranks.reduction import Reduction
+from ignite_train.ranks.statistics import Statistics
+from ignite_train.trainer import Trainer
+from ignite_train.update.forward_backward import ForwardBackward
+from ignite_train.update.handler_guard import HandlerGuard
+from ignite_train.update.out_of_memory import RecoverFromOutOfMemory
+
+__all__ = ["Gather"]
+
+# Firing an event without handlers takes about as long as finding it in its class.
+_MICRO_BATCH_STARTED, _FORWARD_COMPLETED = TrainEvents.MICRO_BATCH_STARTED, TrainEvents.FORWARD_COMPLETED
+_BACKWARD_COMPLETED = TrainEvents.BACKWARD_COMPLETED
+_NOTHING = nullcontext()
+
+
+@dataclass(kw_only=True)
+class Gather:
+    """Adds up the gradients and the sums of a group. What overlaps the last backward begins to cross the ranks before it.
+
+    Attributes:
+        passes: forward and backward of a micro-batch.
+        reduction: how gradients cross ranks.
+        statistics: adds up what forward returns.
+        gradients: of the trainer's optimizers.
+        recovery: takes back what has run out of memory.
+        num_placeholders: how often this rank takes part in the running update without a micro-batch.
+    """
+
+    passes: ForwardBackward
+    reduction: Reduction
+    statistics: Statistics
+    gradients: Gradients
+    recovery: RecoverFromOutOfMemory | None = None
+    num_placeholders: int = 0
+    _seeding: Seeding | None = field(init=False)
+    _guard: HandlerGuard = field(init=False)
+    _chosen_by: object = None  # the token of the handlers for which the flag below was chosen
+    _is_guarded: bool = False  # whether an event has handlers that must not change gradients, so that these are compared
+
+    def __post_init__(self) -> None:
+        self._seeding, self._guard = self.passes.seeding, self.passes.guard
+
+    def __call__(self, trainer: Trainer, group: Sequence[Any]) -> None:
+        """Gathers. Collective where the last backward is.
+
+        Args:
+            trainer: fires the events.
+            group: the micro-batches of this rank; empty where its data has run out while others have some.
+        """
+        passes, recovery, reduction, gradients = self.passes, self.recovery, self.reduction, self.gradients
+        state, done = trainer.state, self.begin(trainer, group)
+        for number, micro_batch in enumerate(islice(group, done, None), start=done + 1):
+            last = number == len(group) + self.num_placeholders  # whose number is right by now, see ArrivingGroup
+            self.begin_micro_batch(trainer, number - 1)
+            # DDP asks in forward already whether this backward will reduce, so the context covers both.
+            with reduction.context(last=last):
+                # One part, unless the micro-batch had to be cut to fit into memory.
+                for part in (micro_batch,) if recovery is None else recovery.parts(micro_batch):
+                    with _NOTHING if recovery is None else recovery.attempt(part):
+                        state.forward_output = passes.forward(part)  # held nowhere else, for its graph
+                        self.statistics.add(state.forward_output)
+                        if self._is_guarded or trainer.handlers_token is not self._chosen_by:
+                            self._fire(trainer, _FORWARD_COMPLETED)
+                        if number < len(group):
+                            # Asked for now, so that it is copied while backward runs.
+                            passes.transfer.ahead(group[number])
+                        trainer.begin_section("backward")
+                        if last and not reduction.may_drop_micro_batches:
+                            # All sums are known before backward. Sent now, they arrive while it runs, ahead of its gradients.
+                            reduction.begin(trainer.outgoing(), self.statistics, gradients, state.forward_output.loss)
+                        passes.run_backward(passes.scaled(state.forward_output.loss), **passes.backward_settings)
+                        # The next backward adds to these gradients in place, which must not reach those of another parameter.
+                        gradients.separate()
+                        for callback in trainer.moments.on_backward:
+                            callback(state.forward_output)
+            if self._is_guarded or trainer.handlers_token is not self._chosen_by:
+                self._fire(trainer, _BACKWARD_COMPLETED)
+            if passes.options.create_graph:
+                gradients.detach()
+            state.forward_output = None
+        state.micro_batch_in_group = None
+        if self.num_placeholders or passes.awaits_size:
+            self._take_part(trainer)
+
+    def begin(self, trainer: Trainer, group: Sequence[Any]) -> int:
+        """Before the first micro-batch. Gives how many are done already: none, but for what an acceleration has done."""
+        if self._seeding is not None and isinstance(group, ArrivingGroup):
+            group.drawing = self._seeding.outside
+        self.passes.begin(group)
+        self.num_placeholders = self.reduction.num_placeholders(group, trainer.data.max_micro_batches)
+        return 0
+
+    def begin_micro_batch(self, trainer: Trainer, index: int) -> None:
+        """Counts the micro-batch of this index in the group, seeds what it draws, and tells handlers."""
+        state = trainer.state
+        state.num_micro_batches, state.micro_batch_in_group = state.num_micro_batches + 1, index
+        trainer.begin_section("forward")
+        if self._seeding is not None:
+            self._seeding.micro_batch(index)
+        trainer.fire_event(_MICRO_BATCH_STARTED)
+
+    def again(self, outgoing: Outgoing, group: Sequence[Any], evaluation: int) -> None:
+        """Adds up the group once more, in evaluation 1, 2, ... of its loss, without events and counters. Collective.
+
+        Args:
+            outgoing: travels with the sums.
+            group: the micro-batches of this rank.
+            evaluation: random numbers that are a function of a seed are those of this number.
+        """
+        state, passes = self.passes.state, self.passes
+        for number, micro_batch in enumerate(group, start=1):
+            state.micro_batch_in_group = number - 1
+            if self._seeding is not None:
+                self._seeding.micro_batch(number - 1, evaluation)
+            last = number == len(group) + self.num_placeholders
+            with self.reduction.context(last=last):
+                output = passes.forward(micro_batch)
+                self.statistics.add(output)
+                if last:
+                    self.reduction.begin(outgoing, self.statistics, self.gradients, output.loss)
+                passes.backward(output)
+                self.gradients.separate()
+        state.micro_batch_in_group = None
+        for number in range(self.num_placeholders, 0, -1):
+            self._run_placeholder(outgoing, last=number == 1)
+
+    def choose(self, trainer: Trainer) -> None:
+        """Chooses what the handlers that are attached need. Asked again whenever others are."""
+        self._is_guarded = trainer.has_handlers(_FORWARD_COMPLETED) or trainer.has_handlers(_BACKWARD_COMPLETED)
+        self._chosen_by = trainer.handlers_token
+
+    def _fire(self, trainer: Trainer, event: TrainEvents) -> None:
+        """Fires an event of a micro-batch, if there are handlers. They may have come since the update began."""
+        if trainer.handlers_token is not self._chosen_by:
+            self.choose(trainer)
+        if self._is_guarded:
+            self._guard.fire(trainer, event)
+
+    def _take_part(self, trainer: Trainer) -> None:
+        """In place of the micro-batches that this rank lacks."""
+        for number in range(self.num_placeholders, 0, -1):
+            trainer.begin_section("reduction")
+            self._run_placeholder(trainer.outgoing(), last=number == 1)
+        if self.passes.awaits_size:
+            self.passes.agree_on_scale(0.0)
+
+    def _run_placeholder(self, outgoing: Outgoing, *, last: bool) -> None:
+        """In place of a micro-batch that this rank does not have: joins the collectives of the other ranks, in their order."""
+        with self.reduction.context(last=last):
+            zero = self.reduction.run_placeholder(lambda micro_batch: self.passes.forward(micro_batch).loss)
+            if self.passes.awaits_size:
+                self.passes.agree_on_scale(0.0)
+            if last:
+                self.reduction.begin(outgoing, self.statistics, self.gradients, zero)
+            torch.autograd.backward(zero)

@@ -1,0 +1,85 @@
+"""Losses with denominators of their own: how many samples of each term an update has, over its micro-batches and the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ignite_train.arguments import describe
+from ignite_train.errors import ForwardContractError
+from ignite_train.forward import OF_THIS_MICRO_BATCH, TERM, UNCOUNTED, TermTotals
+from ignite_train.ranks import collectives
+from ignite_train.ranks.statistics import Totals
+
+__all__ = ["LossTerms", "SampleSizes"]
+
+SampleSizes = Callable[[Any], Mapping[str, float]]
+"""`sample_sizes(micro_batch)` counts the samples of each term of a loss, by the names that forward gives them."""
+
+
+class LossTerms:
+    """Knows the denominators of an update before its first backward, which divides each term by them.
+
+    Args:
+        sample_sizes: the user's function; without it a loss with several terms needs an update of one micro-batch on one rank.
+
+    Attributes:
+        totals: what is known in the running update.
+    """
+
+    def __init__(self, sample_sizes: SampleSizes | None) -> None:
+        self._count = sample_sizes
+        self._names: tuple[str, ...] | None = None  # agreed over the ranks
+        self.totals: TermTotals = UNCOUNTED
+
+    def begin(self, group: Sequence[Any]) -> None:
+        """Counts the micro-batches of a group before any of them is computed. Collective, with a function that counts.
+
+        Raises:
+            ForwardContractError: the function has returned something else than numbers by name, or other names than before.
+        """
+        if self._count is None:
+            self.totals = OF_THIS_MICRO_BATCH if len(group) == 1 and collectives.world_size() == 1 else UNCOUNTED
+            return
+        counted: dict[str, float] = {}
+        for micro_batch in group:
+            for name, number in _checked(self._count(micro_batch)).items():
+                counted[name] = counted.get(name, 0.0) + number
+        if self._names is None:
+            everyones = collectives.gather_objects(sorted(counted))
+            self._names = tuple(sorted({name for names in everyones for name in names}))
+        unknown = [name for name in counted if name not in self._names]
+        *numbers, num_unknown = collectives.total([*(counted.get(name, 0.0) for name in self._names), float(len(unknown))])
+        if num_unknown:
+            got = f", got {unknown[0]!r} too" if unknown else ", and some rank has got another"
+            raise ForwardContractError(f"sample_sizes must return the same names in each update, {_listed(self._names)}{got}")
+        self.totals = dict(zip(self._names, numbers, strict=True))
+
+    def check(self, totals: Totals) -> None:
+        """Compares what was counted with what forward has returned, over all ranks.
+
+        Raises:
+            ForwardContractError: they differ. Raised on all ranks alike.
+        """
+        for name, counted in (self.totals or {}).items():
+            returned = totals.log_weights.get(TERM + name, 0.0)
+            if not math.isclose(counted, returned, rel_tol=1e-6):  # float32 numbers of a device may have been added up
+                raise ForwardContractError(
+                    f"sample_sizes has counted {counted:g} samples of {name!r} in this update, and forward has returned "
+                    f"{returned:g}; both must count the same"
+                )
+
+
+def _checked(counted: Any) -> dict[str, float]:
+    if not isinstance(counted, Mapping) or not counted:
+        raise ForwardContractError(f"sample_sizes must return numbers by name, such as {{'mlm': 12}}, got {describe(counted)}")
+    numbers = {str(name): float(number) for name, number in counted.items()}
+    for name, number in numbers.items():
+        if not 0 <= number < math.inf:
+            raise ForwardContractError(f"sample_sizes must return finite numbers of at least 0, got {number} for {name!r}")
+    return numbers
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))

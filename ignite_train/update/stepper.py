@@ -1,0 +1,138 @@
+"""Steppers: the one place in which an optimizer moves the parameters, along gradients that become those of the clipped mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ignite_train.model.fused_kernels import FusedKernels
+from ignite_train.model.gradients import Gradients
+from ignite_train.model.group_tensors import GroupTensors
+from ignite_train.model.optimizers import inner_optimizers
+from ignite_train.model.step_watch import StepWatch
+
+__all__ = ["OneStepper", "SeveralSteppers", "Stepper"]
+
+_NOTHING = nullcontext()
+
+
+class Stepper(Protocol):
+    """Steps the optimizers of an update.
+
+    Attributes:
+        watch: told of each step.
+    """
+
+    watch: StepWatch
+
+    def __call__(self, mean_factor: float, *clip_coefficients: float) -> None:
+        """Steps along the gradients times `mean_factor`, which makes them a mean, times a clip coefficient.
+
+        There is one coefficient for all optimizers, or one for each of them.
+        """
+
+
+class OneStepper:
+    """Steps one optimizer. The gradients are multiplied first, in one pass over memory.
+
+    Args:
+        optimizer: which to step.
+        gradients: those of its parameters.
+        watch: told of each step.
+
+    Attributes:
+        optimizer, gradients, watch: the same.
+        kernels: what is known about the optimizer's fused kernels.
+    """
+
+    def __init__(self, optimizer: Optimizer, gradients: Gradients, watch: StepWatch) -> None:
+        self.optimizer, self.gradients, self.watch = optimizer, gradients, watch
+        said = set[str]()
+        self.kernels = FusedKernels(optimizer, gradients, GroupTensors(gradients), said)
+        # The optimizers inside it, as SAM has one, step with kernels of their own.
+        inner = inner_optimizers(optimizer, with_own_state=False).values()
+        self.inner = [FusedKernels(one, gradients, GroupTensors(gradients), said) for one in inner]
+
+    def __call__(self, mean_factor: float, *clip_coefficients: float) -> None:
+        """See `Stepper`."""
+        (clip_coefficient,) = clip_coefficients
+        self.look()
+        self.step_along(mean_factor * clip_coefficient)
+
+    def look(self) -> None:
+        """Looks at what the step to come is about: a fused kernel may not be able to make it; see `FusedKernels`."""
+        for kernels in (self.kernels, *self.inner):
+            kernels.look()
+
+    def step_along(self, factor: float) -> None:
+        """Steps along the gradients times `factor`, after a `look`."""
+        if factor != 1.0:
+            self.gradients.multiply(factor)
+        self.step()
+
+    def step_with_closure(self, closure: Callable[[], Tensor]) -> None:
+        """Steps an optimizer that evaluates the loss again, along gradients that are the clipped mean.
+
+        Args:
+            closure: leaves such gradients, at the present parameters, and returns the loss.
+        """
+
+        def evaluate() -> Tensor:
+            loss = closure()
+            for kernels in (self.kernels, *self.inner):
+                kernels.look_again()
+            return loss
+
+        self.look()
+        self.step(evaluate)
+
+    def step(self, *closure: Callable[[], Tensor]) -> None:
+        """Calls the optimizer's own step, along the gradients as they are."""
+        # A closure may find other gradients, for which groups are switched within the step.
+        switches = closure or self.inner or self.kernels.unfused
+        with self._all_kernels() if switches else _NOTHING, self.watch.stepping(self.optimizer):
+            try:
+                self.optimizer.step(*closure)  # type: ignore[arg-type]  # torch declares that a closure returns a float
+            except torch.OutOfMemoryError as error:
+                if not closure:
+                    error.add_note(
+                        "the optimizer ran out of memory in its step; its first step makes moments, of the size of the "
+                        "parameters: use smaller micro-batches with more accumulation_steps, or an optimizer with fewer moments"
+                    )
+                raise
+
+    def _all_kernels(self) -> ExitStack:
+        contexts = ExitStack()
+        for kernels in (self.kernels, *self.inner):
+            contexts.enter_context(kernels)
+        return contexts
+
+
+class SeveralSteppers:
+    """Steps several optimizers, each by a stepper of its own.
+
+    Args:
+        parts: the stepper of each optimizer, and the gradients of its parameters.
+        watch: told of each step by the parts.
+
+    Attributes:
+        parts, watch: the same.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Stepper, Gradients]], watch: StepWatch) -> None:
+        self.parts, self.watch = tuple(parts), watch
+
+    def __call__(self, mean_factor: float, *clip_coefficients: float) -> None:
+        """See `Stepper`. An optimizer whose parameters have no gradient is stepped too, as in a loop by hand."""
+        if len(clip_coefficients) == 1:
+            clip_coefficients *= len(self.parts)
+        for (stepper, gradients), coefficient in zip(self.parts, clip_coefficients, strict=True):
+            if gradients.count:
+                stepper(mean_factor, coefficient)
+            else:
+                stepper(1.0, 1.0)  # there is nothing to multiply

@@ -1,0 +1,112 @@
+"""A small DistributedDataParallel, whose gradients cross the ranks with the statistics and not by its hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+import torch.distributed as dist
+from ignite.engine import Events
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_train import TrainEvents, count_traffic, create_trainer
+from ignite_train.ranks import collectives
+from ignite_train.ranks.replicas import SmallReplicas
+from ranks import run_ranks
+
+X = torch.arange(6.0).view(2, 3)
+
+
+@pytest.fixture
+def alone(tmp_path: Any) -> Iterator[None]:
+    """A process group of one process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make() -> DistributedDataParallel:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    with ddp.no_sync():
+        ddp(X)  # the first forward sets up what is left to set up
+    return ddp
+
+
+def train(ddp: DistributedDataParallel) -> None:
+    with SmallReplicas(ddp, ddp).context(last=True):
+        ddp(input=X).sum().backward()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_forward_without_its_backward_reduces_nothing_later() -> None:
+    """Torch's hooks wait for a backward from then on, and would take that of an update for it; afterwards they reduce."""
+    ddp = make()
+    ddp(X)
+    with count_traffic("cpu") as traffic:
+        train(ddp)
+    assert traffic.collectives == []
+    with count_traffic("cpu") as traffic:
+        ddp(X).sum().backward()
+    assert [one.name for one in traffic.collectives] == ["allreduce_"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_backward_of_the_user_that_misses_parameters_is_told_as_torch_tells_it() -> None:
+    """An update does not hide it."""
+    ddp = make()
+    ddp(X)
+    ddp.module.bias.sum().backward()  # type: ignore[operator, union-attr]
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):
+        train(ddp)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rank_without_data_does_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks agree whether the buckets are to be laid out again in a backward of the user."""
+    monkeypatch.setattr(collectives, "world_size", lambda: 1)
+    ddp = make()
+    ddp(X)
+    assert SmallReplicas(ddp, ddp).num_placeholders([], 1) == 0
+    with count_traffic("cpu") as traffic:
+        ddp.module(X).sum().backward()
+    assert traffic.collectives == []
+
+
+def _with_forwards_between(ranks: list[int], backwards: int = 0) -> list[float]:
+    """Two epochs; rank 1 has less data. `ranks` run forwards of their own, and so many backwards, between updates."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(3, 1, dtype=torch.float64))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    trainer = create_trainer(ddp, optimizer, lambda model, x: model(x).square().mean(), accumulation_steps=2, protect=False)
+
+    def run_between() -> None:
+        for _ in range(backwards):
+            ddp(X.double()).sum().backward()
+        ddp(X.double())
+
+    if idist.get_rank() in ranks:
+        trainer.add_event_handler(Events.EPOCH_STARTED, run_between)
+        trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, lambda: ddp(X.double()))
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, run_between)
+    generator = torch.Generator().manual_seed(idist.get_rank())
+    count = (5, 1)[idist.get_rank()]
+    trainer.run([torch.randn(2, 3, generator=generator, dtype=torch.float64) for _ in range(count)], max_epochs=2)
+    return [*ddp.module.weight.flatten().tolist(), *ddp.module.bias.tolist()]  # type: ignore[union-attr]
+
+
+def _with_and_without() -> list[list[float]]:
+    alone = [_with_forwards_between(ranks) for ranks in ([], [0], [1], [0, 1])]
+    return [*alone, *[_with_forwards_between([0, 1], backwards) for backwards in (1, 2)]]
+
+
+@pytest.mark.slow
+def test_forwards_outside_of_updates_leave_uneven_ranks_in_step() -> None:
+    """No rank waits for a reduction that the others do not make, and the weights have the same bits."""
+    first, second = run_ranks(_with_and_without)
+    assert first == second
+    assert first == [first[0]] * 6
