@@ -79,11 +79,11 @@ class ExplicitReduction(Reduction):
         vector.copy_(sums)
 
         exists = iter(here if all(here) else (flags > 0).tolist())  # sync, only if one is missing on this rank
-        unflatten(self._tail, summed_tail.to(tail.dtype), exists)
+        _unflatten(self._tail, summed_tail.to(tail.dtype), exists)
         for bucket, flat, work in under_way:
             if work is not None:
                 work.wait()
-            unflatten(bucket, flat, exists)
+            _unflatten(bucket, flat, exists)
         if self._sparse is not None:
             self._sparse.add_over_ranks(announced_by_all)
         return gradients.norm()
@@ -274,7 +274,7 @@ def _flatten(parameters: tuple[nn.Parameter, ...]) -> Tensor:
     )
 
 
-def unflatten(parameters: tuple[nn.Parameter, ...], flat: Tensor, present: Iterator[bool]) -> None:
+def _unflatten(parameters: tuple[nn.Parameter, ...], flat: Tensor, present: Iterator[bool]) -> None:
     """Gives each parameter its part of `flat` for a gradient, with the strides of the parameter, unless no rank has one."""
     parts = torch.split(flat, [p.numel() for p in parameters])
     for parameter, part in zip(parameters, parts, strict=True):
