@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ignite_train.arguments import describe, did_you_mean, one_of, real_number
 from ignite_train.data.grouping import AccumulationSteps, MicroBatchGrouping
-from ignite_train.device.to_device import ToDevice
+from ignite_train.device.to_device import transfer_to
 from ignite_train.events import TrainEvents
 from ignite_train.fast.choose import choose
 from ignite_train.forward import Forward, ForwardOutput, bind_forward
@@ -162,7 +162,7 @@ def create_trainer(
         module=crossing.module,
         user_forward=bound,
         run_backward=compile_in_place(model, of_model(compile, model), backward=options.compiled_autograd),
-        transfer=ToDevice(device),
+        transfer=transfer_to(device),
         precision=Precision(precision, device),
         loss_scaling=_loss_scaling(loss_scaling, precision),
         seeding=_seeding(seed, device),

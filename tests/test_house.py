@@ -554,7 +554,7 @@ def test_no_test_imports_from_a_conftest():
 
 @pytest.mark.parametrize(
     ("mode", "files", "functions", "calls"),
-    [("plain", 35, 130, 170), ("metrics", 38, 155, 225), ("save", 52, 290, 755)],
+    [("plain", 32, 117, 153), ("metrics", 35, 140, 208), ("save", 50, 275, 732)],
     ids=["plain", "metrics", "save"],
 )
 def test_one_update_enters_no_more_than_it_did(mode: str, files: int, functions: int, calls: int):

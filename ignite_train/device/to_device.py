@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ignite_train.device.streams import has_streams
 
-__all__ = ["ToDevice", "moves_itself"]
+__all__ = ["ToDevice", "moves_itself", "transfer_to"]
 
 
 class _Coming(NamedTuple):
@@ -111,6 +111,11 @@ class ToDevice:
         if self._has_streams and (isinstance(leaf, Tensor) or _takes_non_blocking(type(leaf))):  # type: ignore[arg-type]
             return leaf.to(self._device, non_blocking=True)
         return leaf.to(self._device) if isinstance(leaf, Tensor) or moves_itself(leaf) else leaf
+
+
+def transfer_to(device: torch.device) -> ToDevice | None:
+    """What copies micro-batches to a device; None for the CPU, where there is nothing to copy."""
+    return None if device.type == "cpu" and not has_streams(device) else ToDevice(device)
 
 
 def moves_itself(value: Any) -> bool:

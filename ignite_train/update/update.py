@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ignite_train.arguments import describe, settings_of
+from ignite_train.arguments import check_state_dict, describe, settings_of
 from ignite_train.events import TrainEvents
 from ignite_train.forward import Forward
 from ignite_train.model.forward_state import ForwardState
@@ -28,7 +28,7 @@ from ignite_train.update.loss_scaling import LossScaling, NoLossScaling
 from ignite_train.update.nonfinite_search import NonFiniteSearch
 from ignite_train.update.norm_limits import NormLimits
 from ignite_train.update.options import UpdateOptions
-from ignite_train.update.skip_policy import FailuresInARow, SkipPolicy
+from ignite_train.update.skip_policy import SkipPolicy
 from ignite_train.update.stepper import OneStepper, Stepper
 from ignite_train.update.weak_method import WeakMethod
 
@@ -179,7 +179,8 @@ class Update:
             output = self._step_with_closure(self._closure_step, trainer, micro_batches, decision, output)
         has_moved, applied = bool(self.stepper.watch.entered), output.applied
         assert applied or not has_moved  # noqa: S101  # host and device decide from the same numbers
-        self.policy(trainer.state.iteration, micro_batches, self.gather.num_placeholders, output)
+        if not applied or output.num_out_of_memory or self.policy.in_a_row:
+            self.policy(trainer.state.iteration, micro_batches, self.gather.num_placeholders, output)
         if applied and not has_moved:
             self.take_step(decision, output)
         self.gather.crossing.close(applied=applied)
@@ -190,7 +191,8 @@ class Update:
     def take_step(self, decision: Decision, output: UpdateOutput) -> None:
         """Moves the parameters along the gradients of this rank."""
         self.learning_rates.check(output.learning_rates)
-        self.gather.gradients.refuse_dropped()
+        if self._is_shown:
+            self.gather.gradients.refuse_dropped()
         own = decision.clip_coefficients  # of each optimizer, where each has a limit of its own
         self.stepper(decision.mean_factor, *(own.values() if own else (decision.clip_coefficient,)))
 
@@ -281,7 +283,8 @@ class Update:
         self.state.forward_output = self.state.micro_batch_in_group = None
         for statistics in self.statistics:
             statistics.reset()
-        self.gather.passes.transfer.forget()
+        if self.gather.passes.transfer is not None:
+            self.gather.passes.transfer.forget()
 
     # --- what its trainer asks; see `Process` -----------------------------------------------------------------------------
 
@@ -320,7 +323,7 @@ class Update:
 
     def state_dict(self) -> dict[str, Any]:
         """What an update remembers of those before it: the loss scaling, and how many in a row failed."""
-        state = {"loss_scaling": self.loss_scaling.state_dict(), "in_a_row": self.policy.failures.state_dict()}
+        state = {"loss_scaling": self.loss_scaling.state_dict(), "in_a_row": dict(self.policy.in_a_row)}
         return state | ({"scaled_by": type(self.loss_scaling).__name__} if self.loss_scaling.enabled else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -332,7 +335,7 @@ class Update:
         if not isinstance(state_dict, Mapping) or "loss_scaling" not in state_dict:
             raise ValueError(f"state_dict['update'] must be a mapping with the key loss_scaling, got {describe(state_dict)}")
         counts = state_dict.get("in_a_row", {})  # that of an Ignite engine has none
-        FailuresInARow(None).load_state_dict(counts)  # an error leaves both as they are
+        check_state_dict("Trainer", counts, (), counts)
         mine = type(self.loss_scaling).__name__
         if self.loss_scaling.enabled and state_dict["loss_scaling"] != {}:  # as it is without a loss scaling
             if (wrote := state_dict.get("scaled_by", mine)) != mine:
@@ -342,4 +345,4 @@ class Update:
                 )
             self.loss_scaling.load_state_dict(state_dict["loss_scaling"])
         self.buffers.are_spoilt = False
-        self.policy.failures.load_state_dict(counts)
+        self.policy.in_a_row = dict(counts)
