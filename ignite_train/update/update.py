@@ -193,7 +193,7 @@ class Update:
         self.policy(trainer.state.iteration, micro_batches, self.gather.num_placeholders, output)
         if applied and not has_moved:
             self.take_step(decision, output)
-        self.gather.reduction.finish(applied=applied)
+        self.gather.crossing.close(applied=applied)
         if applied:
             return output, _STEPPED
         return output, Ending(End.NO_SAMPLES if output.skipped_reason == "no_samples" else End.SKIPPED, applied=False)
@@ -235,11 +235,11 @@ class Update:
         gather, passes = self.gather, self.gather.passes
         self.loss_scaling = passes.loss_scaling
         self._gradient_changes = GradientChanges(
-            gradients=gather.gradients, reduction=gather.reduction, guard=passes.guard, rules=self.rules
+            gradients=gather.gradients, crossing=gather.crossing, guard=passes.guard, rules=self.rules
         )
         raises = self.options.on_nonfinite == "raise"
         self.search = NonFiniteSearch(
-            reduction=gather.reduction,
+            crossing=gather.crossing,
             gradients=gather.gradients,
             carried=passes.carried,
             forward=without_first_look(passes.user_forward),
