@@ -103,20 +103,8 @@ PROBES = {
     ("dispatch.py", "name"): "Ignite's events are strings or enum members, and anything may be passed by mistake",
 }
 
-# Private names of Python, torch and Ignite that files of ours have given to something of their own as well.
-OF_OTHERS = {
-    "_buffers": "nn.Module",
-    "_device": "ignite.metrics.Metric",
-    "_fields": "NamedTuple",
-    "_indices": "a sparse Tensor",
-    "_iterator": "DataLoader",
-    "_model": "ignite.distributed.utils",
-    "_modules": "nn.Module",
-    "_parameters": "nn.Module",
-    "_replace": "NamedTuple",
-    "_values": "a sparse Tensor",
-    "_version": "Tensor",
-}
+# A private name of Ignite that files of ours have given to something of their own as well.
+OF_OTHERS = {"_model": "ignite.distributed.utils"}
 
 CORE = sorted(path for path in (ROOT / "ignite_train").rglob("*.py") if "handlers" not in path.parts)
 HANDLERS = sorted((ROOT / "handlers").glob("[!_]*.py"))

@@ -126,7 +126,7 @@ class Gradients:
 
     def norm(self) -> float | Tensor:
         """L2 norm over all of them as they are, accumulated in float32 or wider; on an accelerator a 0-d tensor, not read."""
-        gradients = self._values() if self._sparse else self._existing()
+        gradients = self._strided() if self._sparse else self._existing()
         kinds = _by_kind(gradients)
         self.kinds, self.count = {*kinds}, len(gradients)
         return _length(kinds)
@@ -141,7 +141,7 @@ class Gradients:
 
         It is infinite or NaN only if an element is (or if float64 cannot hold the norm itself).
         """
-        return _scaled_length(self._values())
+        return _scaled_length(self._strided())
 
     def scaled_shard_norm_squared(self) -> float:
         """`shard_norm_squared` by way of `scaled_norm`."""
@@ -260,7 +260,7 @@ class Gradients:
             found += gradients
         return found
 
-    def _values(self) -> list[Tensor]:
+    def _strided(self) -> list[Tensor]:
         """All of them, and of sparse ones the rows that are there. Rows that backward has left twice are added up first."""
         for parameter in self._sparse:
             if parameter.grad is not None and parameter.grad.is_sparse:

@@ -332,9 +332,9 @@ class Update:
         Raises:
             ValueError: it is not the state of an update, or another class of loss scaling wrote it.
         """
-        if not isinstance(state_dict, Mapping) or "loss_scaling" not in state_dict:
-            raise ValueError(f"state_dict['update'] must be a mapping with the key loss_scaling, got {describe(state_dict)}")
-        counts = state_dict.get("in_a_row", {})  # that of an Ignite engine has none
+        if not isinstance(state_dict, Mapping) or not {"loss_scaling", "in_a_row"} <= state_dict.keys():
+            raise ValueError(f"state_dict['update'] must have the keys loss_scaling and in_a_row, got {describe(state_dict)}")
+        counts = state_dict["in_a_row"]
         check_state_dict("Trainer", counts, (), counts)
         mine = type(self.loss_scaling).__name__
         if self.loss_scaling.enabled and state_dict["loss_scaling"] != {}:  # as it is without a loss scaling
