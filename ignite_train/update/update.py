@@ -13,8 +13,10 @@ from ignite_train.arguments import check_state_dict, describe, settings_of
 from ignite_train.events import TrainEvents
 from ignite_train.forward import Forward
 from ignite_train.model.forward_state import ForwardState
+from ignite_train.model.gradients import no_gradient_error
 from ignite_train.model.learning_rates import LearningRates
 from ignite_train.model.loss_declaration import without_first_look
+from ignite_train.model.seeding import Seeding
 from ignite_train.ranks.statistics import Statistics, Totals
 from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.trainer import Trainer
@@ -74,6 +76,7 @@ class Update:
     _counters: Counters = field(init=False)
     _scale: Scale = field(init=False)
     _gradient_changes: GradientChanges = field(init=False)
+    _seeding: Seeding | None = field(init=False)
     _closure_step: ClosureStep | None = None
     _chosen_by: object = None  # the token of the handlers for which the flag below was chosen
     _is_shown: bool = False  # whether GRADIENTS_READY has handlers
@@ -94,7 +97,11 @@ class Update:
         self._counters.trainer = trainer
         with self.journal as journal:
             try:
-                self._begin()
+                if self._seeding is not None:  # here, where the journal gives the generators back
+                    self._seeding.begin(self.state.iteration)
+                    self.search.mark()
+                if self._closure_step is not None:
+                    self._closure_step.mark()
                 self.gather(trainer, micro_batches)
                 totals = self.cross(trainer)
                 decision = self.decide(trainer, totals)
@@ -111,20 +118,13 @@ class Update:
         trainer.finish_update(totals.requests, applied=applied)
         return self.state.output
 
-    def _begin(self) -> None:
-        if self.gather.passes.seeding is not None:  # here, where the journal gives the generators back
-            self.gather.passes.seeding.begin(self.state.iteration)
-            self.search.mark()
-        if self._closure_step is not None:
-            self._closure_step.mark()
-
     def decide(self, trainer: Trainer, totals: Totals) -> Decision:
         """Decides from reduced numbers only, so that all ranks decide alike; and again if handlers change the gradients."""
         if totals.log_weights:
             self.gather.passes.terms.check(totals)
-        has_moved = self.stepper.watch.entered  # by an acceleration, where nothing stands between
-        if totals.sample_size > 0 and not has_moved:
-            self.gather.gradients.check()
+        # An acceleration has moved the parameters already, where nothing stands between.
+        if not self.gather.gradients.kinds and totals.sample_size > 0 and not self.stepper.watch.entered:
+            raise no_gradient_error()
         decision = decide(totals, self.rules, self.loss_scaling.scale)
         # Whether some rank has a handler of GRADIENTS_REDUCED, so that all of them do the same arithmetic.
         if totals.requests.changes_gradients:
@@ -177,11 +177,11 @@ class Update:
         """
         if self._closure_step is not None and decision.skipped_reason is None:
             output = self._step_with_closure(self._closure_step, trainer, micro_batches, decision, output)
-        has_moved, applied = bool(self.stepper.watch.entered), output.applied
-        assert applied or not has_moved  # noqa: S101  # host and device decide from the same numbers
+        moved, applied = bool(self.stepper.watch.entered), output.applied
+        assert applied or not moved  # noqa: S101  # host and device decide from the same numbers
         if not applied or output.num_out_of_memory or self.policy.in_a_row:
             self.policy(trainer.state.iteration, micro_batches, self.gather.num_placeholders, output)
-        if applied and not has_moved:
+        if applied and not moved:
             self.take_step(decision, output)
         self.gather.crossing.close(applied=applied)
         if applied:
@@ -227,7 +227,7 @@ class Update:
     def __post_init__(self) -> None:
         # What it gives its parts to call must not keep it, its model and its optimizer alive.
         gather, passes = self.gather, self.gather.passes
-        self.loss_scaling = passes.loss_scaling
+        self.loss_scaling, self._seeding = passes.loss_scaling, passes.seeding
         self._gradient_changes = GradientChanges(
             gradients=gather.gradients, crossing=gather.crossing, guard=passes.guard, rules=self.rules
         )
@@ -261,7 +261,7 @@ class Update:
     def _parts(self) -> list[Part]:
         """What an update changes besides the parameters. The parts end in this order."""
         passes, search, gradients = self.gather.passes, self.search, self.gather.gradients
-        carried, seeding, counters, scale = passes.carried, passes.seeding, self._counters, self._scale
+        carried, counters, scale = passes.carried, self._counters, self._scale
         cleared_at = frozenset(End) - ({End.STEPPED} if self.options.keep_gradients else set())
         parts = [
             Part(kept_at=COUNTED, mark=counters.mark, keep=counters.keep, put_back=counters.put_back),
@@ -274,8 +274,8 @@ class Update:
         ]
         if type(self.loss_scaling) is NoLossScaling:
             del parts[1]
-        if seeding is not None:
-            return [*parts, Part(keep=seeding.end)]
+        if self._seeding is not None:
+            return [*parts, Part(keep=self._seeding.end)]
         return [*parts, Part(kept_at=COUNTED, mark=search.mark, put_back=search.put_back)]
 
     def _drop_leftovers(self) -> None:
