@@ -187,7 +187,7 @@ class DataPosition:
         Raises:
             ValueError: another one was begun.
         """
-        if self.is_pass_broken():
+        if self._pass is not None and self.is_pass_broken():
             raise ValueError(
                 f"data must not be read elsewhere in the middle of a pass, got a {type(self._loader).__name__} with persistent "
                 "workers, which make one pass at a time, and another one was begun: the samples that were left are missed; use "
