@@ -19,7 +19,9 @@ from ignite_train.model.memory_layout import is_dense, sharing_memory
 from ignite_train.model.optimizers import Optimizers
 from ignite_train.model.sparse_parameters import sparse_gradient_values, sparse_parameters
 
-__all__ = ["Gradients", "PartedGradients", "times"]
+__all__ = ["SMALLEST_NORM", "Gradients", "PartedGradients", "may_trust_norm", "times"]
+
+SMALLEST_NORM = 2.0**-40  # below it squares that float32 cannot hold may be more than a rounding of their sum
 
 _ROW = 2**14  # elements that are squared and added up in one go; their float32 sum is good to 2e-7
 _GRADIENT, _DEVICE, _DTYPE = attrgetter("grad"), attrgetter("device"), attrgetter("dtype")
@@ -27,6 +29,11 @@ _NOTHING, _TENSOR = repeat(None), repeat(Tensor)
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _STRIDE = 2.0**100  # by which a factor beyond these is brought between them
 _CUT = 2**18  # a gradient from this size on is read in rows: a float32 sum over all of it would be off by 1e-6 and more
+
+
+def may_trust_norm(norm: float) -> bool:
+    """Whether float32 can have added up the squares of the gradients: none too large, and not all too small."""
+    return SMALLEST_NORM <= norm < math.inf
 
 
 class Gradients:
