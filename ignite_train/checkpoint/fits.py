@@ -43,7 +43,7 @@ from ignite_train.model.optimizers import GathersState, InnerState, has_own_form
 from ignite_train.model.warm_up_schedule import WarmUpSchedule
 from ignite_train.state import UpdateOutput
 
-__all__ = ["EVERY_RANK", "Fit", "check_module", "check_tied", "config_changes", "differences", "tied_names"]
+__all__ = ["EVERY_RANK", "Difference", "Fit", "check_module", "check_tied", "config_changes", "differences", "tied_names"]
 
 EVERY_RANK = ("trainer", "data", "results", "buffers", "generators")
 """The states that each rank writes, besides its handlers."""

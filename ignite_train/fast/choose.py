@@ -82,7 +82,7 @@ def _compile(update: Update, optimizer: Optimizer, settings: Mapping[str, Any]) 
     plain, on_host = update.gather, update.cross.statistics.on_host
     statistics = plain.statistics if on_host else Statistics(torch.device("cpu"))
     if not on_host:
-        update.leftovers.statistics.append(statistics)
+        update.statistics.append(statistics)
     update.gather = gather = CompiledGather(
         passes=plain.passes,
         crossing=plain.crossing,

@@ -279,7 +279,7 @@ class CompiledGather(Gather):
         """Has this update go the plain way, which finds what was gathered; and all later ones, if nothing will change."""
         if not self.search.forward_draws:  # as far as graphs go
             self.search.forward_draws = True
-            self.search.mark(self.passes.loss_scaling.scale)
+            self.search.mark()
         self._obstacle = None if error.is_passing else error.reason
         self._say(error.reason)
         if gathered is None:

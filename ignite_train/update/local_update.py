@@ -15,7 +15,7 @@ from ignite_train.ranks.statistics import Statistics, Totals
 from ignite_train.state import SkippedReason, UpdateOutput
 from ignite_train.trainer import Trainer
 from ignite_train.update.decision import Decision
-from ignite_train.update.journal import End, Ending
+from ignite_train.update.journal import End
 from ignite_train.update.update import Update
 from ignite_train.update.weak_method import WeakMethod
 
@@ -122,7 +122,7 @@ class LocalUpdate(Update):
         micro_batches: Sequence[Any],
         decision: Decision,  # noqa: ARG002  # that of all ranks
         output: UpdateOutput,
-    ) -> tuple[UpdateOutput, Ending]:
+    ) -> tuple[End, bool]:
         """Steps along the gradients of this rank, or changes nothing on it. No step is ever queued."""
         own, update, applied = self._own.decision, trainer.state.iteration, output.applied
         if self.loss_scaling.enabled and self._own.num_not_finite > 0:
@@ -139,7 +139,7 @@ class LocalUpdate(Update):
         self.gather.crossing.close(applied=own.skipped_reason is None)
         self._note_that_replicas_differ(trainer, applied=applied)
         end = End.STEPPED if own.skipped_reason is None else End.SKIPPED
-        return output, Ending(End.NO_SAMPLES if own.skipped_reason == "no_samples" else end, applied=applied)
+        return End.NO_SAMPLES if own.skipped_reason == "no_samples" else end, applied
 
     def _note_that_replicas_differ(self, trainer: Trainer, *, applied: bool) -> None:
         if applied:

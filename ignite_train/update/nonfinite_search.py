@@ -70,12 +70,12 @@ class NonFiniteSearch:
         else:
             self._largest_scale = math.inf if raises else 0.0
         self.forward_draws, self.marks_always = True, False
-        self._is_marked = False
+        self._loss_scaling, self._is_marked = loss_scaling, False
 
-    def mark(self, loss_scale: float) -> None:
-        """Remembers the state before an update at this loss scale, if a search in it is possible. Forgets the one before."""
+    def mark(self) -> None:
+        """Remembers the state before an update, if a search in it is possible. Forgets the one before."""
         self._is_marked = False
-        if self.forward_draws and (loss_scale <= self._largest_scale or self.marks_always):
+        if self.forward_draws and (self._loss_scaling.scale <= self._largest_scale or self.marks_always):
             self._draws = self._forward_state.mark_draws()
             self._is_marked = True
 

@@ -15,7 +15,7 @@ from ignite_train.forward import Forward
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.learning_rates import LearningRates
 from ignite_train.model.loss_declaration import without_first_look
-from ignite_train.ranks.statistics import Totals
+from ignite_train.ranks.statistics import Statistics, Totals
 from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.trainer import Trainer
 from ignite_train.update.closure_step import ClosureStep
@@ -23,19 +23,7 @@ from ignite_train.update.cross import Cross
 from ignite_train.update.decision import Decision, Rules, decide
 from ignite_train.update.gather import Gather
 from ignite_train.update.gradient_changes import GradientChanges
-from ignite_train.update.journal import (
-    Buffers,
-    CarriedValues,
-    Cleared,
-    Counters,
-    End,
-    Ending,
-    Journal,
-    Leftovers,
-    RandomNumbers,
-    Scale,
-    Seeds,
-)
+from ignite_train.update.journal import COUNTED, FINITE, Buffers, Counters, End, Journal, Part, Scale
 from ignite_train.update.loss_scaling import LossScaling, NoLossScaling
 from ignite_train.update.nonfinite_search import NonFiniteSearch
 from ignite_train.update.norm_limits import NormLimits
@@ -48,7 +36,7 @@ __all__ = ["Update"]
 
 _GRADIENTS_READY = TrainEvents.GRADIENTS_READY  # looked up once: asked for in each update
 _NOTHING = nullcontext()
-_STEPPED = Ending(End.STEPPED, applied=True)
+_ENDED_ITSELF = frozenset({End.STEPPED, End.SKIPPED, End.NO_SAMPLES})
 
 
 @dataclass(kw_only=True)
@@ -82,10 +70,10 @@ class Update:
     policy: SkipPolicy = field(init=False)
     search: NonFiniteSearch = field(init=False)
     buffers: Buffers = field(init=False)
-    leftovers: Leftovers = field(init=False)
+    statistics: list[Statistics] = field(init=False)
     _counters: Counters = field(init=False)
+    _scale: Scale = field(init=False)
     _gradient_changes: GradientChanges = field(init=False)
-    _seeds: Seeds | None = None
     _closure_step: ClosureStep | None = None
     _chosen_by: object = None  # the token of the handlers for which the flag below was chosen
     _is_shown: bool = False  # whether GRADIENTS_READY has handlers
@@ -112,20 +100,21 @@ class Update:
                 decision = self.decide(trainer, totals)
                 output = self._show(trainer, totals, decision)
                 trainer.begin_section("optimizer")
-                output, ending = self.step(trainer, micro_batches, decision, output)
+                end, applied = self.step(trainer, micro_batches, decision, output)
             except BaseException as error:
                 is_forward = self.state.micro_batch_in_group is not None
                 may_advise = is_forward and self.gather.recovery is None
                 self.policy.explain(error, micro_batches, may_advise=may_advise)
                 raise
-            journal.close(ending)
+            journal.close(end, applied=applied)
         # The update has ended: an error in a handler below cannot undo it, and no retry makes it twice.
-        trainer.finish_update(totals.requests, applied=ending.applied)
+        trainer.finish_update(totals.requests, applied=applied)
         return self.state.output
 
     def _begin(self) -> None:
-        if self._seeds is not None:
-            self._seeds.begin(self.state.iteration)
+        if self.gather.passes.seeding is not None:  # here, where the journal gives the generators back
+            self.gather.passes.seeding.begin(self.state.iteration)
+            self.search.mark()
         if self._closure_step is not None:
             self._closure_step.mark()
 
@@ -151,8 +140,8 @@ class Update:
         trainer.publish(output)
         if totals.num_out_of_memory:
             trainer.fire_event(TrainEvents.OUT_OF_MEMORY)
-        if trainer.handlers_token is not self._chosen_by:
-            self._choose(trainer)
+        if trainer.handlers_token is not self._chosen_by:  # some have come in this update
+            self._choose_events(trainer)
         with self.gather.passes.guard.readable(decision.mean_factor) if self._is_shown else _NOTHING:
             trainer.fire_event(_GRADIENTS_READY)
         if not self.stepper.watch.entered and (rates := self.learning_rates()) != output.learning_rates:
@@ -180,11 +169,11 @@ class Update:
 
     def step(
         self, trainer: Trainer, micro_batches: Sequence[Any], decision: Decision, output: UpdateOutput
-    ) -> tuple[UpdateOutput, Ending]:
+    ) -> tuple[End, bool]:
         """Unscales, normalises, clips and steps; or changes nothing. The device may have made the step.
 
         Returns:
-            The record of the update, and how it ended.
+            How the update ends on this rank, and whether it was applied.
         """
         if self._closure_step is not None and decision.skipped_reason is None:
             output = self._step_with_closure(self._closure_step, trainer, micro_batches, decision, output)
@@ -195,8 +184,8 @@ class Update:
             self.take_step(decision, output)
         self.gather.crossing.close(applied=applied)
         if applied:
-            return output, _STEPPED
-        return output, Ending(End.NO_SAMPLES if output.skipped_reason == "no_samples" else End.SKIPPED, applied=False)
+            return End.STEPPED, True
+        return End.NO_SAMPLES if output.skipped_reason == "no_samples" else End.SKIPPED, False
 
     def take_step(self, decision: Decision, output: UpdateOutput) -> None:
         """Moves the parameters along the gradients of this rank."""
@@ -223,10 +212,13 @@ class Update:
 
     def _choose(self, trainer: Trainer) -> None:
         """Chooses what the handlers that are attached need. Asked again whenever others are."""
-        self.journal.choose()
+        self._choose_events(trainer)
+        self.journal.choose(self._parts())
+        self._chosen_by = None if self.buffers.is_looking else trainer.handlers_token
+
+    def _choose_events(self, trainer: Trainer) -> None:
         self.gather.choose(trainer)
         self._is_shown = trainer.has_handlers(_GRADIENTS_READY)
-        self._chosen_by = None if self.buffers.is_looking else trainer.handlers_token
 
     # --- the parts --------------------------------------------------------------------------------------------------------
 
@@ -247,7 +239,14 @@ class Update:
             raises=raises,
             loss_scaling=self.loss_scaling,
         )
-        self.journal = self._new_journal()
+        self.statistics = [gather.statistics]  # an acceleration may add others
+        self.journal = Journal(self.stepper.watch)
+        self._counters = Counters(self.state, self.journal.ending)
+        self._scale = Scale(self.loss_scaling, self.journal.ending)
+        self.buffers = Buffers(passes.module, are_marked=self.loss_scaling.enabled or self.options.on_nonfinite == "skip")
+        self.policy = SkipPolicy(
+            module=passes.module, scale=self._scale, search=self.search, raises=raises, limit=self.options.give_up_after
+        )
         if self.options.closure and isinstance(self.stepper, OneStepper):
             self._closure_step = ClosureStep(
                 stepper=self.stepper,
@@ -257,26 +256,32 @@ class Update:
                 forward_state=ForwardState(passes.module, passes.carried, without_first_look(passes.user_forward)),
             )
 
-    def _new_journal(self) -> Journal:
-        gather, passes = self.gather, self.gather.passes
-        may_skip = self.loss_scaling.enabled or self.options.on_nonfinite == "skip"
-        self.buffers = Buffers(passes.module, are_marked=may_skip)
-        self._counters, told = Counters(self.state), Scale(self.loss_scaling)
-        self.policy = SkipPolicy(
-            module=passes.module,
-            scale=told,
-            search=self.search,
-            raises=self.options.on_nonfinite == "raise",
-            limit=self.options.give_up_after,
-        )
-        scale = [] if type(self.loss_scaling) is NoLossScaling else [told]
-        self.leftovers = Leftovers(self.state, passes.transfer, gather.statistics)
-        cleared = Cleared(gather.gradients, are_kept=self.options.keep_gradients)
-        if passes.seeding is not None:
-            self._seeds = Seeds(self.search, self.loss_scaling, passes.seeding)
-        draws = self._seeds or RandomNumbers(self.search, self.loss_scaling)
-        parts = (self._counters, *scale, CarriedValues(passes.carried), self.buffers, cleared, self.leftovers, draws)
-        return Journal(parts, self.stepper.watch)
+    def _parts(self) -> list[Part]:
+        """What an update changes besides the parameters. The parts end in this order."""
+        passes, search, gradients = self.gather.passes, self.search, self.gather.gradients
+        carried, seeding, counters, scale = passes.carried, passes.seeding, self._counters, self._scale
+        cleared_at = frozenset(End) - ({End.STEPPED} if self.options.keep_gradients else set())
+        parts = [
+            Part(kept_at=COUNTED, mark=counters.mark, keep=counters.keep, put_back=counters.put_back),
+            Part(mark=scale.mark, keep=scale.keep),
+            Part(kept_at=FINITE, mark=carried.begin_update, keep=carried.end_update, put_back=carried.roll_back),
+            self.buffers.part(),
+            # What something else than an update has left in `.grad` is dropped at the mark.
+            Part(kept_at=cleared_at, mark=gradients.clear_stale, keep=gradients.clear),
+            Part(kept_at=_ENDED_ITSELF, put_back=WeakMethod(self._drop_leftovers)),
+        ]
+        if type(self.loss_scaling) is NoLossScaling:
+            del parts[1]
+        if seeding is not None:
+            return [*parts, Part(keep=seeding.end)]
+        return [*parts, Part(kept_at=COUNTED, mark=search.mark, put_back=search.put_back)]
+
+    def _drop_leftovers(self) -> None:
+        """Drops what an update needs only while it runs, and has dropped itself unless it was broken off."""
+        self.state.forward_output = self.state.micro_batch_in_group = None
+        for statistics in self.statistics:
+            statistics.reset()
+        self.gather.passes.transfer.forget()
 
     # --- what its trainer asks; see `Process` -----------------------------------------------------------------------------
 
