@@ -93,7 +93,7 @@ class UnlikeMicroBatchesError(TrainingError, RuntimeError):
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         super().__init__(
-            f"ranks {', '.join(map(str, ranks))} must be fed the same micro-batches, since they have the same place in data_dims, "
+            f"ranks {', '.join(map(str, ranks))} must be fed the same micro-batches, having the same place in data_dims, "
             "got different ones; no parameter was moved; pass mesh=mesh['dp'], say, to ResumableLoader, ShardedSampler or "
             "TokenBudgetSampler, or num_replicas and rank of that dimension to another sampler"
         )

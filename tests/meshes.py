@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import ignite.distributed as idist
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as functional
+from torch.distributed import _functional_collectives as over_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn import functional
 from torch.optim import Optimizer
 
 from ignite_train import ForwardOutput, Trainer, UpdateOptions, create_trainer
@@ -45,7 +42,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
-        out: Tensor = self.head(hidden + self.down(F.gelu(self.up(self.norm(hidden)))))
+        out: Tensor = self.head(hidden + self.down(functional.gelu(self.up(self.norm(hidden)))))
         return out
 
 
@@ -55,14 +52,15 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.mesh: DeviceMesh | None = None
-        self.embed, self.keys, self.values = (nn.Linear(size, WIDTH) for size in (FEATURES, WIDTH, WIDTH))
+        self.embed, self.values = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.keys = nn.Linear(WIDTH, WIDTH, bias=False)  # the gradient of a bias is zero, and its rounding moves AdamW
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
         keys, values = self.keys(hidden), self.values(hidden)
         if self.mesh is not None:
-            gather = functional.all_gather_single_autograd
+            gather = over_ranks.all_gather_single_autograd
             keys, values = (gather(one.contiguous(), 1, self.mesh) for one in (keys, values))
         out: Tensor = self.head((hidden @ keys.transpose(1, 2)).softmax(-1) @ values)
         return out
@@ -86,10 +84,10 @@ class Experts(nn.Module):
         else:
             assert isinstance(experts, DTensor)
             held, own = experts.to_local(), self.mesh.get_local_rank()
-            everyones = functional.all_gather_single_autograd(torch.cat([hidden, gates], 1), 0, self.mesh)
+            everyones = over_ranks.all_gather_single_autograd(torch.cat([hidden, gates], 1), 0, self.mesh)
             hidden_of_all, gates_of_all = everyones.split([WIDTH, 2], 1)
             partial = _mix(hidden_of_all, gates_of_all[:, own : own + 1], held)
-            mixed = functional.reduce_scatter_single_autograd(partial, "sum", 0, self.mesh)
+            mixed = over_ranks.reduce_scatter_single_autograd(partial, "sum", 0, self.mesh)
         out: Tensor = self.head(torch.tanh(mixed)).view(*x.shape[:2], -1)
         return out
 
@@ -101,7 +99,7 @@ def _mix(hidden: Tensor, gates: Tensor, experts: Tensor) -> Tensor:
 def forward(model: nn.Module, micro_batch: Sample) -> ForwardOutput:
     """Cross entropy, summed over the tokens."""
     x, y = micro_batch
-    loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
+    loss = functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
     return ForwardOutput(loss, y.numel(), {"tokens": y.numel()})
 
 
@@ -171,8 +169,6 @@ def _sharded(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _context_parallel(model: Attention, mesh: DeviceMesh) -> None:
     model.mesh = mesh["cp"]
-    replicated = {name: distribute_tensor(p.data, mesh["cp"], [Replicate()]) for name, p in model.named_parameters()}
-    del replicated  # parameters stay plain but one, so that the model is known to be on the mesh
     fully_shard(model, mesh=mesh["dp"])
 
 
@@ -187,9 +183,7 @@ LAYOUTS = {
     "TP2 x FSDP2": Layout(Net, _tensor_parallel_sharded, (2, 2), ("dp", "tp"), ("dp",), ("dp",)),
     "SP2 x FSDP2": Layout(Net, _sequence_parallel_sharded, (2, 2), ("dp", "tp"), ("dp",), ("dp",)),
     "HSDP 2 x 2": Layout(Net, _sharded, (2, 2), ("copy", "shard"), None, ("copy", "shard")),
-    "CP2 x FSDP2": Layout(
-        Attention, _context_parallel, (2, 2), ("dp", "cp"), ("dp", "cp"), ("dp",), forward_of_own_tokens
-    ),
+    "CP2 x FSDP2": Layout(Attention, _context_parallel, (2, 2), ("dp", "cp"), ("dp", "cp"), ("dp",), forward_of_own_tokens),
     "EP2 x DP2": Layout(Experts, _expert_parallel, (2, 2), ("dp", "ep"), ("dp", "ep"), ("dp", "ep"), same_size=True),
     "TP4": Layout(Net, _tensor_parallel, (4,), ("tp",), (), ()),
 }
@@ -215,7 +209,7 @@ def groups_of(layout: Layout, steps: int, cut: str, updates: int = 3) -> list[li
         found.append([])
         for rank in range(ranks):
             last = rank == ranks - 1
-            number = steps if cut == "ragged" or not last else 0 if update == 1 else max(1, steps - 1)
+            number = steps if cut == "ragged" or ranks == 1 or not last else 0 if update == 1 else max(1, steps - 1)
             found[-1].append([_micro_batch(generator, 2 if layout.same_size else 1 + (rank + i) % 3) for i in range(number)])
     return found
 
@@ -244,9 +238,7 @@ def place(layout: Layout, mesh: DeviceMesh) -> int:
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
     """All parameters, gathered."""
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in model.named_parameters()
-    }
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in model.named_parameters()}
 
 
 class Record(NamedTuple):
@@ -289,14 +281,14 @@ def by_hand(name: str, optimizer: str, steps: int, cut: str, limit: float | None
     stepping, records = OPTIMIZERS[optimizer](model.parameters()), []
     for group in groups_of(layout, steps, cut):
         micro_batches = [micro_batch for own in group for micro_batch in own]
-        loss = sum(F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") for x, y in micro_batches)
+        loss: Any = sum(forward(model, micro_batch).loss for micro_batch in micro_batches)
         size = sum(y.numel() for _, y in micro_batches)
-        (loss / size).backward()  # type: ignore[union-attr]
+        (loss / size).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9 if limit is None else limit)
         stepping.step()
         stepping.zero_grad()
         logged = float(size)
-        records.append(Record(float(loss) / size, size, float(norm), len(micro_batches), logged))
+        records.append(Record(float(loss.detach()) / size, size, float(norm), len(micro_batches), logged))
     return whole(model), records
 
 

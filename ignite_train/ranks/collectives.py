@@ -16,6 +16,7 @@ import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ignite_train.model.memory_layout import as_bytes
 
@@ -143,7 +144,8 @@ def broadcast_buffers(module: nn.Module) -> None:
     """Gives every rank the buffers of rank 0 (running statistics of BatchNorm, say). Blocking; nothing in a single process."""
     if world_size() > 1:
         for buffer in module.buffers():
-            broadcast(buffer)
+            if not isinstance(buffer, DTensor):
+                broadcast(buffer)
 
 
 def collectives_begun() -> int:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ignite_train.arguments import describe, did_you_mean
 from ignite_train.ranks import collectives
-from ignite_train.ranks.meshes import names_of, root_mesh
+from ignite_train.ranks.root_mesh import names_of, root_mesh
 
 __all__ = ["DataRanks", "checked_data_dims", "data_ranks_of", "share_of"]
 
@@ -81,7 +83,7 @@ def data_ranks_of(model: nn.Module, data_dims: Sequence[str] | None, *, all_diff
                 "have samples of their own"
             )
         return DataRanks.all_ranks()
-    mesh = _common_root(sharded)
+    mesh = _common_root(sharded, data_dims or ())
     names = names_of(mesh)
     if data_dims is None and all_differ:
         return DataRanks.all_ranks()
@@ -94,13 +96,18 @@ def data_ranks_of(model: nn.Module, data_dims: Sequence[str] | None, *, all_diff
         if name not in names:
             among = ", ".join(map(repr, names))
             raise ValueError(f"data_dims must have names among {among}, got {name!r}{did_you_mean(name, names)}")
+    table, dims = _table(mesh, data_dims)
+    return DataRanks(tuple(map(tuple, table)), mesh, dims)
+
+
+def _table(mesh: DeviceMesh, data_dims: Sequence[str]) -> tuple[list[list[int]], tuple[str, ...]]:
+    """One row of ranks for each data rank, and the data dimensions in the order of the mesh."""
+    names = names_of(mesh)
     ours = [index for index, name in enumerate(names) if name in data_dims]
     others = [index for index, name in enumerate(names) if name not in data_dims]
-    number = 1
-    for index in ours:
-        number *= mesh.size(index)
-    table = mesh.mesh.permute(*ours, *others).reshape(number, -1).tolist()
-    return DataRanks(tuple(map(tuple, table)), mesh, tuple(names[index] for index in ours))
+    number = math.prod(mesh.size(index) for index in ours)
+    rows: list[list[int]] = mesh.mesh.permute(*ours, *others).reshape(number, -1).tolist()
+    return rows, tuple(names[index] for index in ours)
 
 
 def share_of(mesh: DeviceMesh | None) -> tuple[int, int]:
@@ -117,15 +124,21 @@ def share_of(mesh: DeviceMesh | None) -> tuple[int, int]:
     return place, mesh.size()
 
 
-def _common_root(sharded: dict[str, DTensor]) -> DeviceMesh:
+def _common_root(sharded: Mapping[str, DTensor], data_dims: Sequence[str]) -> DeviceMesh:
+    """The mesh of all parameters, or of which theirs are parts.
+
+    torch takes meshes of the same ranks for one, so that a parameter may know the mesh of another model under other names. Of
+    such meshes it is the one with the names that are asked for.
+    """
     roots = {name: root_mesh(parameter) for name, parameter in sharded.items()}
     (first, mesh), *_ = roots.items()
     for name, other in roots.items():
-        if other != mesh:
+        if not torch.equal(other.mesh, mesh.mesh):
             raise ValueError(
-                f"model must have all parameters on one mesh, or on parts of it, got {first!r} on {names_of(mesh)} and {name!r} "
-                f"on {names_of(other)}; make one mesh by init_device_mesh and take its parts by mesh['name']"
+                f"model must have all parameters on one mesh, or on parts of it, got {first!r} on {names_of(mesh)} and "
+                f"{name!r} on {names_of(other)}; make one mesh by init_device_mesh and take its parts by mesh['name']"
             )
+    mesh = next((other for other in roots.values() if {*data_dims} <= {*names_of(other)}), mesh)
     if mesh.size() != collectives.world_size():
         raise ValueError(
             f"model must be sharded or replicated over all {collectives.world_size()} ranks, got a mesh of {mesh.size()}; give "

@@ -16,10 +16,10 @@ from ignite_train.model.memory_layout import gradient_dtype
 from ignite_train.ranks import collectives
 from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.data_ranks import DataRanks
-from ignite_train.ranks.meshes import copies, missing_dims, names_of
 from ignite_train.ranks.messages import Outgoing, Piggyback
 from ignite_train.ranks.placeholders import Placeholders
 from ignite_train.ranks.replicas import buckets
+from ignite_train.ranks.root_mesh import copies, missing_dims, names_of
 from ignite_train.ranks.same_micro_batches import SameMicroBatches
 from ignite_train.ranks.statistics import Statistics
 from ignite_train.ranks.unlike_ranks import described_parameters, refuse_unlike_ranks
@@ -32,10 +32,10 @@ _WAITS_FOR_RANKS = True  # HangWatch looks for it in the file where a rank stand
 class MeshCrossing(Crossing):
     """Tensor, sequence, context and expert parallel, with data parallel over the other dimensions of the mesh.
 
-    What a DTensor's own mesh covers torch has summed in backward, or its placements say that it is still to be summed. What it
-    does not cover are dimensions over which the parameter is replicated: of these the data dimensions are summed here, after the
-    last backward, in buckets. Over the others all ranks have the same gradient. The norm counts each part once, however many ranks
-    hold it: each rank's share of it travels with the statistics.
+    Over the dimensions that a DTensor's own mesh covers torch has summed its gradient in backward, or the placements say that
+    this is left to do. Over the dimensions that it does not cover the parameter is replicated: of these the data dimensions are
+    summed here, after the last backward, in buckets; over the others all ranks have the same gradient. The norm counts each
+    part once, however many ranks hold it: each rank's share of it travels with the statistics.
 
     Forward may have collectives over any dimension, so a rank without data runs on what another rank runs at the same time.
 
@@ -112,9 +112,9 @@ class MeshCrossing(Crossing):
             self._planned = trainable
         for parameter, _ in trainable:
             gradient = parameter.grad
-            if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-                if gradient.placements != parameter.placements:
-                    parameter.grad = gradient.redistribute(placements=parameter.placements)
+            placements = parameter.placements if isinstance(parameter, DTensor) else ()
+            if isinstance(gradient, DTensor) and gradient.placements != placements:  # sums that are left to do
+                parameter.grad = gradient.redistribute(placements=placements)
         for dims, parameters in self._plan:
             self._sum(dims, parameters)
 

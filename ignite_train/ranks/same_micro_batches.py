@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ignite_train.errors import UnlikeMicroBatchesError
-from ignite_train.ranks import collectives
 from ignite_train.ranks.data_ranks import DataRanks
 from ignite_train.ranks.messages import Piggyback
 
@@ -24,9 +23,9 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 class SameMicroBatches(Piggyback):
     """Compares the micro-batches of an update within each group of ranks that is fed the same ones, before the step.
 
-    What travels is, in the place of each group, a digest of 24 bits and its square: over n ranks, (Σw)² = n·Σw² holds if and only
-    if all w are equal. It is made of how many micro-batches there are, of their structure, shapes and dtypes, and of up to 1024
-    elements of each tensor that lies on the host. So nothing waits for a device.
+    What travels is, in the place of each group, a digest of 24 bits and its square: over n ranks, (Σw)² = n·Σw² holds if and
+    only if all w are equal. It is made of how many micro-batches there are, of their structure, shapes and dtypes, and of up
+    to 1024 elements of each tensor that lies on the host. So nothing waits for a device.
 
     Args:
         ranks: the groups.

@@ -21,7 +21,7 @@ from ignite_train.ranks.mesh import MeshCrossing
 from ignite_train.ranks.placeholders import PlaceholderCrossing, Placeholders
 from ignite_train.ranks.replicas import LocalCrossing, ReplicasCrossing, SmallReplicasCrossing
 
-__all__ = ["ReductionName", "crossing_for", "own_parameters", "unwrap"]
+__all__ = ["ReductionName", "crossing_for", "data_ranks_of_any", "own_parameters", "unwrap"]
 
 ReductionName = Literal["auto", "ddp", "explicit", "fsdp", "local"]
 
@@ -54,9 +54,8 @@ def crossing_for(
     carried = Carried() if carried is None else carried
     if isinstance(model, DataParallel):
         raise TypeError("model must not be a DataParallel, whose replicas are threads; run one process for each device instead")
-    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    data_ranks = data_ranks_of(model, data_dims, all_differ=sharded and spans_all_ranks(model))
-    if sharded:
+    data_ranks = data_ranks_of_any(model, data_dims)
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
         return _sharded(model, name, Placeholders(model, carried), data_ranks)
     if data_ranks.mesh is not None:
         return _on_mesh(model, name, Placeholders(model, carried), data_ranks)
@@ -64,6 +63,12 @@ def crossing_for(
     if not in_step or collectives.world_size() == 1:
         return crossing
     return PlaceholderCrossing(crossing, Placeholders(crossing.module, carried))
+
+
+def data_ranks_of_any(model: nn.Module, data_dims: Sequence[str] | None) -> DataRanks:
+    """Finds the data ranks of a model, however it is wrapped; see `data_ranks_of`."""
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    return data_ranks_of(model, data_dims, all_differ=sharded and spans_all_ranks(model))
 
 
 def _replicated(model: nn.Module, name: ReductionName, *, accumulates: bool) -> Crossing:
@@ -118,12 +123,12 @@ def own_parameters(model: nn.Module) -> list[str]:
 def _on_mesh(model: nn.Module, name: ReductionName, placeholders: Placeholders, data_ranks: DataRanks) -> MeshCrossing:
     if _find_ddp(model) is not None:
         raise ValueError(
-            "model must be without DistributedDataParallel if some of its parameters are DTensors, which that would not reduce; "
+            "model must be without DistributedDataParallel if some of its parameters are DTensors, which it does not reduce; "
             "pass the module inside, with options=UpdateOptions(data_dims=...), or apply fully_shard to it"
         )
     if name not in ("auto", "explicit"):
         raise ValueError(
-            f"reduction must be 'auto' or 'explicit' for a model with DTensors that fully_shard was not applied to, got {name!r}"
+            f"reduction must be 'auto' or 'explicit' for a model with DTensors and without fully_shard, got {name!r}"
         )
     return MeshCrossing(model, placeholders, data_ranks)
 

@@ -77,10 +77,10 @@ class UpdateOptions:
             the whole group before its first forward, so all of it is read before, and the numbers are reduced over the ranks in
             one small collective. An update of one micro-batch on one rank needs no function. Not with `normalize=False` or
             `on_out_of_memory="skip"`; `compile="update"` compiles no more than True then.
-        data_dims: of a model whose parameters are DTensors on a mesh, the names of the dimensions over which samples differ, such
-            as `("dp",)`, or `("dp", "cp")` where each rank of a context-parallel group adds up the loss of its own tokens. Ranks
-            that differ in other dimensions only are fed the same micro-batches, and count them once. Found where `fully_shard`
-            alone has made the DTensors, over all ranks; required elsewhere, and `()` if all ranks are fed the same.
+        data_dims: of a model whose parameters are DTensors on a mesh, the names of the dimensions over which samples differ,
+            such as `("dp",)`, or `("dp", "cp")` where each rank of a context-parallel group adds up the loss of its own tokens.
+            Ranks that differ in other dimensions only are fed the same micro-batches, and count them once. Found where
+            `fully_shard` alone has made the DTensors, over all ranks; required elsewhere; `()` if all ranks are fed the same.
         fast: use the accelerations that change no result beyond the rounding of one multiplication: a fused optimizer divides
             the gradients inside its kernel, which is called directly; on an accelerator a step is queued before the host has
             read the update's numbers; `compile="update"`. False takes the plain way, which is what they are compared with; so
