@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,11 +35,11 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 class Net(nn.Module):
     """A block as in a transformer, without attention."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.embed, self.norm = nn.Linear(FEATURES, WIDTH), nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, CLASSES)
+        self.embed, self.norm = nn.Linear(FEATURES, width), nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.head = nn.Linear(width, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
@@ -185,6 +186,7 @@ LAYOUTS = {
     "HSDP 2 x 2": Layout(Net, _sharded, (2, 2), ("copy", "shard"), None, ("copy", "shard")),
     "CP2 x FSDP2": Layout(Attention, _context_parallel, (2, 2), ("dp", "cp"), ("dp", "cp"), ("dp",), forward_of_own_tokens),
     "EP2 x DP2": Layout(Experts, _expert_parallel, (2, 2), ("dp", "ep"), ("dp", "ep"), ("dp", "ep"), same_size=True),
+    "odd TP2 x FSDP2": Layout(partial(Net, 7), _tensor_parallel_sharded, (2, 2), ("dp", "tp"), ("dp",), ("dp",)),
     "TP4": Layout(Net, _tensor_parallel, (4,), ("tp",), (), ()),
 }
 
@@ -219,9 +221,15 @@ def _micro_batch(generator: torch.Generator, size: int) -> Sample:
     return x, torch.randint(0, CLASSES, (size, TOKENS), generator=generator)
 
 
+@cache
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """One for all cases of a process: each has process groups of its own."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
 def on_mesh(layout: Layout) -> tuple[nn.Module, DeviceMesh]:
     """A model on the mesh."""
-    mesh = init_device_mesh("cpu", layout.shape, mesh_dim_names=layout.names)
+    mesh = mesh_of(layout.shape, layout.names)
     model = new_model(layout)
     layout.cut(model, mesh)
     return model, mesh
