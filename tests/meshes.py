@@ -138,7 +138,7 @@ class Layout(NamedTuple):
     same_size: bool = False
 
 
-def _tensor_parallel(model: Net, mesh: DeviceMesh) -> None:
+def tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
@@ -154,7 +154,7 @@ def _sequence_parallel(model: Net, mesh: DeviceMesh) -> None:
 
 
 def _tensor_parallel_sharded(model: Net, mesh: DeviceMesh) -> None:
-    _tensor_parallel(model, mesh)
+    tensor_parallel(model, mesh)
     fully_shard(model.up, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
 
@@ -179,7 +179,7 @@ def _expert_parallel(model: Experts, mesh: DeviceMesh) -> None:
 
 
 LAYOUTS = {
-    "TP2 x DP2": Layout(Net, _tensor_parallel, (2, 2), ("dp", "tp"), ("dp",), ("dp",)),
+    "TP2 x DP2": Layout(Net, tensor_parallel, (2, 2), ("dp", "tp"), ("dp",), ("dp",)),
     "SP2 x DP2": Layout(Net, _sequence_parallel, (2, 2), ("dp", "tp"), ("dp",), ("dp",)),
     "TP2 x FSDP2": Layout(Net, _tensor_parallel_sharded, (2, 2), ("dp", "tp"), ("dp",), ("dp",)),
     "SP2 x FSDP2": Layout(Net, _sequence_parallel_sharded, (2, 2), ("dp", "tp"), ("dp",), ("dp",)),
@@ -187,7 +187,7 @@ LAYOUTS = {
     "CP2 x FSDP2": Layout(Attention, _context_parallel, (2, 2), ("dp", "cp"), ("dp", "cp"), ("dp",), forward_of_own_tokens),
     "EP2 x DP2": Layout(Experts, _expert_parallel, (2, 2), ("dp", "ep"), ("dp", "ep"), ("dp", "ep"), same_size=True),
     "odd TP2 x FSDP2": Layout(partial(Net, 7), _tensor_parallel_sharded, (2, 2), ("dp", "tp"), ("dp",), ("dp",)),
-    "TP4": Layout(Net, _tensor_parallel, (4,), ("tp",), (), ()),
+    "TP4": Layout(Net, tensor_parallel, (4,), ("tp",), (), ()),
 }
 
 

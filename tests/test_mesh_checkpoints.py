@@ -66,7 +66,14 @@ def _built(name: str, directory: Path) -> tuple[Trainer, nn.Module, torch.optim.
         mesh = root[layout.feeds]
         shares, data_dims = mesh.size(), layout.data_dims
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    trainer = create_trainer(model, optimizer, meshes.forward, max_grad_norm=0.05, options=UpdateOptions(data_dims=data_dims))
+    trainer = create_trainer(
+        model,
+        optimizer,
+        meshes.forward,
+        max_grad_norm=0.05,
+        protect={"failure_board": False},  # all ranks are broken off, each by an error of its own
+        options=UpdateOptions(data_dims=data_dims),
+    )
     Checkpoint(directory, every=1, asynchronous=False).attach(trainer)
     loader = ResumableLoader(Samples(), BATCH // shares, shuffle=True, seed=1, mesh=mesh)
     return trainer, model, optimizer, loader
