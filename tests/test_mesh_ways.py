@@ -215,7 +215,7 @@ def _collectives(name: str, steps: int) -> list[tuple[str, int]]:
     ("name", "expected"),
     [
         ("TP2 x FSDP2", [4]),  # statistics and norm in one; torch sums the gradients
-        ("HSDP 2 x 2", [4]),
+        ("HSDP 2 x 2", [2, 4]),  # the first is torch's, over the copies
         ("TP2 x DP2", [2, 4]),  # one bucket over the data dimension before
         ("EP2 x DP2", [2, 2, 2, 4]),  # the plain parameters over both dimensions, the experts over one
     ],
