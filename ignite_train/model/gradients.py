@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import repeat
 from operator import attrgetter, is_, is_not
@@ -156,19 +156,20 @@ class Gradients:
         """
         return _scaled_length(self._strided())
 
-    def scaled_shard_norm_squared(self) -> float:
+    def scaled_shard_norm_squared(self, copies: Callable[[Tensor], int]) -> float:
         """`shard_norm_squared` by way of `scaled_norm`."""
-        lengths = {replicas: _scaled_length(gradients) for replicas, gradients in self._shares().items()}
+        lengths = {replicas: _scaled_length(gradients) for replicas, gradients in self._shares(copies).items()}
         return sum(length * length / replicas for replicas, length in lengths.items())
 
-    def shard_norm_squared(self) -> float | Tensor:
-        """This rank's share of the squared norm, for gradients that are sharded over all ranks: Σ over ranks is the whole.
+    def shard_norm_squared(self, copies: Callable[[Tensor], int]) -> float | Tensor:
+        """This rank's share of the squared norm, for gradients that are sharded over some ranks: Σ over all ranks is the whole.
 
-        A shard that several ranks hold counts on each of them for its part.
+        Args:
+            copies: how many ranks hold the same part of a gradient, which counts on each of them for its share.
         """
         self.kinds, self.count = set(), 0
         squared: float | Tensor = 0.0
-        for replicas, gradients in self._shares().items():
+        for replicas, gradients in self._shares(copies).items():
             kinds = _by_kind(gradients)
             self.kinds |= {*kinds}
             self.count += len(gradients)
@@ -176,15 +177,12 @@ class Gradients:
             squared += length * length / replicas  # a power of floats raises an OverflowError where a product is infinite
         return squared
 
-    def _shares(self) -> dict[int, list[Tensor]]:
-        """This rank's shards, by how many ranks hold the same."""
+    def _shares(self, copies: Callable[[Tensor], int]) -> dict[int, list[Tensor]]:
+        """This rank's parts, by how many ranks hold the same."""
         shares: dict[int, list[Tensor]] = {}
         for gradient in self._existing():
-            if not isinstance(gradient, DTensor):
-                raise TypeError("model must have all trainable parameters inside fully_shard; apply it to the root module last")
-            placements = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
-            replicas = math.prod(size for placement, size in placements if placement.is_replicate())
-            shares.setdefault(replicas, []).append(gradient.to_local())
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            shares.setdefault(copies(gradient), []).append(local)
         return shares
 
     def first_sparse(self) -> str | None:
@@ -239,12 +237,13 @@ class Gradients:
 
     def multiply(self, factor: float) -> None:
         """Multiplies all of them, in one pass; in several if float32, in which the kernels hold it, cannot hold the factor."""
-        existing = self._existing()
+        # of shards the memory: torch multiplies no DTensors of several meshes, or beside plain tensors, in one call
+        existing = [one.to_local() if isinstance(one, DTensor) else one for one in self._existing()]
         for part in _factors(factor) if existing else ():
             torch._foreach_mul_(existing, self._as_operand(part, existing))
 
     def _as_operand(self, factor: float, gradients: list[Tensor]) -> float | Tensor:
-        """The factor, or, on the host, a tensor: of a number torch makes one for each gradient, which takes longer than they do.
+        """The factor, or, on the host, a tensor: of a number torch makes one for each gradient, which takes longer.
 
         A float32 rounds it as torch's arithmetic with float32 gradients does.
         """
@@ -298,9 +297,9 @@ class PartedGradients(Gradients):
         self._note_parts()
         return norm
 
-    def shard_norm_squared(self) -> float | Tensor:
+    def shard_norm_squared(self, copies: Callable[[Tensor], int]) -> float | Tensor:
         """As for one optimizer over all of the parameters, bit by bit."""
-        squared = super().shard_norm_squared()
+        squared = super().shard_norm_squared(copies)
         self._note_parts()
         return squared
 
