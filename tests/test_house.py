@@ -542,7 +542,7 @@ def test_no_test_imports_from_a_conftest():
 
 @pytest.mark.parametrize(
     ("mode", "files", "functions", "calls"),
-    [("plain", 30, 112, 148), ("metrics", 33, 135, 203), ("save", 48, 270, 727)],
+    [("plain", 29, 103, 132), ("metrics", 32, 126, 187), ("save", 47, 261, 711)],
     ids=["plain", "metrics", "save"],
 )
 def test_one_update_enters_no_more_than_it_did(mode: str, files: int, functions: int, calls: int):
