@@ -542,7 +542,7 @@ def test_no_test_imports_from_a_conftest():
 
 @pytest.mark.parametrize(
     ("mode", "files", "functions", "calls"),
-    [("plain", 29, 103, 132), ("metrics", 32, 126, 187), ("save", 47, 261, 711)],
+    [("plain", 29, 103, 132), ("metrics", 32, 123, 172), ("save", 47, 258, 692)],
     ids=["plain", "metrics", "save"],
 )
 def test_one_update_enters_no_more_than_it_did(mode: str, files: int, functions: int, calls: int):
