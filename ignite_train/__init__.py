@@ -26,6 +26,7 @@ from ignite_train.errors import (
 from ignite_train.evaluation.evaluator import Evaluator, create_evaluator
 from ignite_train.events import TrainEvents, only
 from ignite_train.forward import Forward, ForwardOutput, Mean
+from ignite_train.model.check_forward import Cut, ForwardCheck, check_forward
 from ignite_train.model.deterministic import deterministic
 from ignite_train.model.loss_declaration import LossDeclarationWarning
 from ignite_train.model.model_summary import ModelSummary, model_summary
@@ -58,12 +59,14 @@ __all__ = [
     "CheckpointError",
     "CheckpointFormatError",
     "Counted",
+    "Cut",
     "DamagedCheckpointError",
     "DeepSpeedLossScaling",
     "Defaults",
     "Evaluator",
     "FairseqLossScaling",
     "Forward",
+    "ForwardCheck",
     "ForwardContractError",
     "ForwardOutput",
     "GaveUpError",
@@ -100,6 +103,7 @@ __all__ = [
     "WarmUpSchedule",
     "attach_defaults",
     "attach_metric",
+    "check_forward",
     "count_traffic",
     "create_evaluator",
     "create_supervised_trainer",

@@ -228,7 +228,7 @@ def _sum_of_terms(output: ForwardOutput, totals: TermTotals) -> ForwardOutput:
     sizes = terms if totals is None else {name: (None, totals[name]) for name in terms}
     whole = sum(size for _, size in sizes.values())
     loss = sum(value * _quotient(whole, sizes[name][1]) for name, (value, _) in terms.items())
-    own = {TERM + name: (value.detach(), size) for name, (value, size) in terms.items()}
+    own = {TERM + name: pair for name, pair in terms.items()}  # with their graphs, for what takes their gradients one by one
     return output._replace(loss=loss, sample_size=sum(size for _, size in terms.values()), logs={**logs, **own})
 
 

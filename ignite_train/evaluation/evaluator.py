@@ -29,7 +29,7 @@ from ignite_train.engine.loop import Loop
 from ignite_train.evaluation.uneven_metrics import metrics_published_at, uneven_metrics
 from ignite_train.forward import TERM, BoundForward, Forward, ForwardOutput, as_forward_output, bind_forward
 from ignite_train.model.forward_state import ForwardState
-from ignite_train.model.loss_declaration import FirstForward, check_forward
+from ignite_train.model.loss_declaration import FirstForward, check_declaration
 from ignite_train.model.precision import Precision, PrecisionName
 from ignite_train.other_words import answers_other_words
 from ignite_train.ranks import collectives
@@ -65,7 +65,7 @@ class Evaluator(Loop):
         bound = bind_forward(forward, lambda: this.state)
 
         def check(micro_batch: Any) -> list[str]:
-            return check_forward(this.model, bound, micro_batch, carried=this.state.carried, precision=this.precision)
+            return check_declaration(this.model, bound, micro_batch, carried=this.state.carried, precision=this.precision)
 
         self.forward: BoundForward = FirstForward(bound, nullcontext, check, partial(setattr, this, "forward"))
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

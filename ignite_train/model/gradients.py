@@ -25,6 +25,10 @@ SMALLEST_NORM = 2.0**-40  # below it squares that float32 cannot hold may be mor
 
 _ROW = 2**14  # elements that are squared and added up in one go; their float32 sum is good to 2e-7
 _GRADIENT, _DEVICE, _DTYPE = attrgetter("grad"), attrgetter("device"), attrgetter("dtype")
+_IS_ON_HOST = attrgetter("is_cpu")
+_HOST = torch.device("cpu")
+_WIDE = {torch.float32, torch.float64}  # norms of narrower ones are added up in float32
+_FLOAT32_ON_HOST = {(_HOST, torch.float32)}
 _NOTHING, _TENSOR = repeat(None), repeat(Tensor)
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _STRIDE = 2.0**100  # by which a factor beyond these is brought between them
@@ -237,7 +241,16 @@ class Gradients:
         """Multiplies all of them, in one pass; in several if float32, in which the kernels hold it, cannot hold the factor."""
         existing = self._existing()
         for part in _factors(factor) if existing else ():
-            torch._foreach_mul_(existing, part)
+            torch._foreach_mul_(existing, self._as_operand(part, existing))
+
+    def _as_operand(self, factor: float, gradients: list[Tensor]) -> float | Tensor:
+        """The factor, or, on the host, a tensor: of a number torch makes one for each gradient, which takes longer than they do.
+
+        A float32 rounds it as torch's arithmetic with float32 gradients does.
+        """
+        if self.kinds != _FLOAT32_ON_HOST or self._sparse or any(map(is_not, map(type, gradients), _TENSOR)):
+            return factor
+        return torch.scalar_tensor(factor, dtype=torch.float32, device=_HOST)
 
     def name(self, parameter: nn.Parameter) -> str:
         """What a message calls `parameter`."""
@@ -320,7 +333,10 @@ def _is_plain(gradient: Tensor) -> bool:
 
 
 def _by_kind(gradients: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Sorts them by device and dtype; mostly they are of one kind."""
+    """Sorts them by device and dtype; mostly they are of one kind. To ask for devices takes longer than to ask for the host."""
+    dtypes = {*map(_DTYPE, gradients)}
+    if len(dtypes) == 1 and all(map(_IS_ON_HOST, gradients)):
+        return {(_HOST, dtypes.pop()): gradients}
     kind_of_each = [*zip(map(_DEVICE, gradients), map(_DTYPE, gradients), strict=True)]
     if len({*kind_of_each}) == 1:
         return {kind_of_each[0]: gradients}
@@ -335,12 +351,12 @@ def _length(kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]]) -> floa
     on_host: list[float] = []
     elsewhere: list[Tensor] = []
     for (device, dtype), gradients in kinds.items():
-        wide = None if dtype.is_complex else torch.float64 if dtype is torch.float64 else torch.float32
+        wide = None if dtype in _WIDE or dtype.is_complex else torch.float32
         if is_on_host(device):
             left, tables = _cut(gradients)
             for table in tables:
                 on_host += torch.linalg.vector_norm(table, dim=1, dtype=wide).tolist()
-            on_host += map(float, torch._foreach_norm(left, 2.0, dtype=wide))
+            on_host += map(Tensor.item, torch._foreach_norm(left, 2.0, dtype=wide))
         else:
             elsewhere.append(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=wide)))
     if not elsewhere:

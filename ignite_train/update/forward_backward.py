@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ignite_train.device.to_device import ToDevice
 from ignite_train.errors import ForwardContractError
 from ignite_train.forward import BoundForward, Forward, ForwardOutput, as_forward_output, bind_forward
-from ignite_train.model.loss_declaration import FirstForward, check_forward, without_first_look
+from ignite_train.model.loss_declaration import FirstForward, check_declaration, without_first_look
 from ignite_train.model.precision import Precision
 from ignite_train.model.seeding import Seeding
 from ignite_train.ranks import collectives
@@ -140,7 +140,7 @@ class ForwardBackward:
 
     def _check_forward(self, micro_batch: Any) -> list[str]:
         forward = without_first_look(self.user_forward)
-        return check_forward(self.module, forward, micro_batch, carried=self.carried, precision=self.precision)
+        return check_declaration(self.module, forward, micro_batch, carried=self.carried, precision=self.precision)
 
     def _set_forward(self, forward: BoundForward) -> None:
         self.user_forward = forward

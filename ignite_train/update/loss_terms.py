@@ -30,6 +30,7 @@ class LossTerms:
 
     def __init__(self, sample_sizes: SampleSizes | None) -> None:
         self._count = sample_sizes
+        self._is_alone = collectives.world_size() == 1  # asked once: it takes longer than a log
         self._names: tuple[str, ...] | None = None  # agreed over the ranks
         self.totals: TermTotals = UNCOUNTED
 
@@ -40,7 +41,7 @@ class LossTerms:
             ForwardContractError: the function has returned something else than numbers by name, or other names than before.
         """
         if self._count is None:
-            self.totals = OF_THIS_MICRO_BATCH if len(group) == 1 and collectives.world_size() == 1 else UNCOUNTED
+            self.totals = OF_THIS_MICRO_BATCH if self._is_alone and len(group) == 1 else UNCOUNTED
             return
         counted: dict[str, float] = {}
         for micro_batch in group:

@@ -73,8 +73,8 @@ class UpdateOptions:
         sample_sizes: a function that counts the samples of each term of a loss that is a mapping, see `ForwardOutput`:
             `sample_sizes(micro_batch)` returns `{"mlm": n, "nsp": m}`, of a micro-batch as the loader gives it. It is asked for
             the whole group before its first forward, so all of it is read before, and the numbers are reduced over the ranks in
-            one small collective. An update of one micro-batch on one rank needs no function. Not with `normalize=False` or
-            `on_out_of_memory="skip"`; `compile="update"` compiles no more than True then.
+            one small collective. An update of one micro-batch on one rank needs no function. Not with `normalize=False`,
+            `on_out_of_memory="skip"` or `reduction="local"`; `compile="update"` compiles no more than True then.
         fast: use the accelerations that change no result beyond the rounding of one multiplication: a fused optimizer divides
             the gradients inside its kernel, which is called directly; on an accelerator a step is queued before the host has
             read the update's numbers; `compile="update"`. False takes the plain way, which is what they are compared with; so
@@ -127,6 +127,11 @@ class UpdateOptions:
             raise TypeError(f"sample_sizes must be a function that returns numbers by name, got {describe(self.sample_sizes)}")
         if not self.normalize:
             raise ValueError("normalize must be True with sample_sizes, by which each loss is divided, got False")
+        if self.reduction == "local":
+            raise ValueError(
+                "reduction must not be 'local' with sample_sizes, whose numbers are those of all ranks, while each rank "
+                "divides by its own; use another reduction, or one loss"
+            )
         if self.on_out_of_memory == "skip":
             raise ValueError(
                 "on_out_of_memory must be 'raise' or 'split' with sample_sizes, got 'skip': the samples of a micro-batch that "
