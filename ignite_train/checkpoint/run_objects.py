@@ -84,9 +84,8 @@ class SavedRun:
     def objects(self) -> RunObjects:
         """All that has a state, besides the trainer itself, as attached by now. An object is listed once."""
         others = {f"to_save/{name}": entry for name, entry in self.to_save.items() if not isinstance(entry, Trainer)}
-        shared = self.trainer.parts | others
+        shared, trainers = self.trainer.parts | others, self.trainers
         own = {f"{HANDLERS}{name}": entry for name, entry in stateful_handlers(self.trainer).items()}
-        trainers = self.trainers
         for prefix, trainer in trainers.items():
             _add(shared, f"{prefix}/", trainer.parts)
             _add(own, f"{prefix}/{HANDLERS}", stateful_handlers(trainer))

@@ -198,6 +198,8 @@ class MicroBatchPass:
         num_read: micro-batches of the latest group, with those that are None and those that are left out.
     """
 
+    max_micro_batches: int | None
+
     def __init__(
         self,
         grouping: MicroBatchGrouping,
@@ -228,8 +230,7 @@ class MicroBatchPass:
         self._used = [min(self.lengths)] * len(self.lengths) if self._against else self.lengths  # of each rank's micro-batches
         if self._is_stream:
             self._used = [sys.maxsize] * len(self.lengths)
-        self.max_micro_batches: int | None = None
-        self.more = 1
+        self.max_micro_batches, self.more = None, 1
         self._fills_up = collectives.world_size() > 1  # with empty groups, while other ranks have more
         self._looks_ahead = self._fills_up and self.length is None
         self._groups_arrive = _reads_ahead(loader) and not (grouping._needs_whole_groups or self._looks_ahead)

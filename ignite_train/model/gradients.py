@@ -244,7 +244,7 @@ class Gradients:
             torch._foreach_mul_(existing, self._as_operand(part, existing))
 
     def _as_operand(self, factor: float, gradients: list[Tensor]) -> float | Tensor:
-        """The factor, or, on the host, a tensor: of a number torch makes one for each gradient, which takes longer than they do.
+        """The factor, or, on the host, a tensor: of a number torch makes one for each gradient, which takes longer.
 
         A float32 rounds it as torch's arithmetic with float32 gradients does.
         """
