@@ -187,7 +187,7 @@ class TrainingMetrics(Handler):
         updates = self._totals["updates"] + self._sums["updates"]
         self._publish_means(metrics)
         self._publish_options(metrics, trainer, output)
-        self._publish_speed(metrics, seconds)
+        self._publish_speed(metrics, seconds, totals)
         metrics["train_wall"], metrics["wall"] = _sum_of(totals, _TRAINING), sum(totals.values())
         self._publish_progress(metrics, trainer, seconds, _sum_of(totals, _APART) / updates)
         if self.memory:
@@ -321,7 +321,7 @@ class TrainingMetrics(Handler):
             metrics["loss_scale"] = output.loss_scale
         metrics["skipped"] = float(trainer.state.num_skipped)
 
-    def _publish_speed(self, metrics: dict[str, Any], seconds: Mapping[str, float]) -> None:
+    def _publish_speed(self, metrics: dict[str, Any], seconds: Mapping[str, float], totals: Mapping[str, float]) -> None:
         sums = self._sums
         training = _sum_of(seconds, _TRAINING) or math.nan
         samples_per_second = sums["sample_size"] / training
@@ -330,8 +330,8 @@ class TrainingMetrics(Handler):
             metrics[f"{name}_per_second"] = self._logs.get(name, 0.0) / training
         if self._utilisation_per_rate is not None:
             metrics["model_flop_utilisation"] = samples_per_second * self._utilisation_per_rate / collectives.world_size()
-        shown = (name for name in seconds if name != "between_updates" or self.seconds_by_section[name])
-        metrics |= {f"{name}_seconds": seconds[name] for name in shown}
+        has_been_between = totals["between_updates"] > 0
+        metrics |= {f"{name}_seconds": seconds[name] for name in seconds if name != "between_updates" or has_been_between}
         metrics["update_seconds"] = _sum_of(seconds, _UPDATE)
         metrics["data_wait"] = seconds["data"] / training
 
