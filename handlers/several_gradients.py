@@ -101,7 +101,7 @@ class SeveralGradients(Handler):
         trainer.add_event_handler(TrainEvents.FORWARD_COMPLETED, self._take)
         trainer.moments.on_backward.append(self._add)
         # Before other handlers of the event, which add noise to the gradient, say.
-        trainer.prepend_event_handler(TrainEvents.GRADIENTS_REDUCED, self._replace)
+        trainer.prepend_event_handler(TrainEvents.GRADIENTS_REDUCED, self._combine_terms)
 
     def _begin(self) -> None:
         self._sums, self._of_micro_batch = {}, {}
@@ -127,7 +127,7 @@ class SeveralGradients(Handler):
                 sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
         self._of_micro_batch = {}
 
-    def _replace(self, trainer: Trainer) -> None:
+    def _combine_terms(self, trainer: Trainer) -> None:
         """Puts what the function returns in the place of the gradient. Collective."""
         record, sums = trainer.state.update_output, self._sums
         assert record is not None  # noqa: S101  # published before this event
