@@ -10,6 +10,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ignite_train.arguments import describe
 from ignite_train.errors import ForwardContractError
@@ -177,6 +178,9 @@ def as_forward_output(returned: Any, term_totals: TermTotals = OF_THIS_MICRO_BAT
     if term_totals or isinstance(output.loss, dict):
         output = _sum_of_terms(output, term_totals)
     loss, sample_size, logs, _ = output
+    if isinstance(loss, DTensor):  # of a model on a mesh, such as with loss parallel
+        loss = loss.full_tensor()
+        output = output._replace(loss=loss)
     _check_loss(loss)
     is_plain = type(sample_size) in _PLAIN_NUMBERS
     if not is_plain:
