@@ -17,9 +17,9 @@ import torch
 from ignite_train import checkpoint
 from ignite_train.handlers import HangWatch, StopOnSignal
 from processes import DEADLINE_SECONDS
-from test_two_hosts import DOCUMENT, ROOT, environment, free_port, results, script
+from test_two_hosts import DOCUMENT, ROOT, alone, end, environment, free_port, results, script
 
-__all__ = ["script"]  # a fixture
+__all__ = ["alone", "script"]  # fixtures
 
 LAUNCH = ROOT / "examples" / "launch"
 
@@ -174,6 +174,60 @@ def test_torchrun_starts_an_elastic_job_again(script: Path, undisturbed: Any, tm
     assert sorted(results(done.stdout)) == undisturbed[0]  # the first attempt did not come so far
     check_weights(weights(tmp_path / "run"), undisturbed[1])
     assert not (tmp_path / "heartbeat").exists()
+
+
+# The same on a machine that is lost: its agent and its rank are killed at update 15. A rank that is alone before waits for it.
+LOST = """
+import os, runpy, signal, sys, time
+from pathlib import Path
+import ignite.distributed as idist
+from ignite.engine import Events
+from ignite_train import Trainer
+
+here, run = Path(__file__).parent, Trainer.run
+
+def run_and_lose(trainer, *arguments, **options):
+    @trainer.on(Events.ITERATION_STARTED(once=15))
+    def leave():
+        while idist.get_world_size() == 1 and not (here / "lost").exists():
+            time.sleep(0.02)
+        if "LEAVES" in os.environ:
+            while not (Path(os.environ["RUN_DIR"]) / "update-00000010").exists():
+                time.sleep(0.02)
+            (here / "lost").touch()
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+    return run(trainer, *arguments, **options)
+
+Trainer.run = run_and_lose
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3 * DEADLINE_SECONDS)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="127.0.0.2 is an address of every machine on Linux only")
+def test_an_elastic_job_continues_without_a_machine_that_was_lost(script: Path, alone: Any, tmp_path: Path) -> None:
+    """Two agents begin, one of them is killed with its rank; the other resumes alone, and makes the updates of one process."""
+    (tmp_path / "train.py").write_text(LOST)
+    endpoint, agents = f"127.0.0.1:{free_port('127.0.0.1')}", []
+    command = ["bash", str(LAUNCH / "torchrun.sh"), str(tmp_path / "train.py"), str(script)]
+    with (tmp_path / "stdout").open("w") as output, (tmp_path / "stderr").open("w") as errors:
+        for number in (1, 2):
+            conf = f"is_host={number == 1},last_call_timeout=10,keep_alive_interval=1"
+            own = {"PET_LOCAL_ADDR": f"127.0.0.{number}", "PET_RDZV_CONF": conf, **({"LEAVES": "1"} if number == 2 else {})}
+            job = {"HEAD": endpoint, "NNODES": "1:2", "NPROC": "1", "JOB": tmp_path.name, "RUN_DIR": str(tmp_path / "run")}
+            settings = environment(tmp_path, **job, **own)
+            agents.append(subprocess.Popen(command, env=settings, stdout=output, stderr=errors, start_new_session=True))
+        try:
+            statuses = [agent.wait(DEADLINE_SECONDS) for agent in agents]
+        finally:
+            for agent in agents:
+                end(agent)
+    assert statuses == [0, -signal.SIGKILL], (tmp_path / "stderr").read_text()
+    ((rank, ranks, loss, grad_norm),) = results((tmp_path / "stdout").read_text())
+    assert (rank, ranks) == (0, 1)
+    assert (loss, grad_norm) == (pytest.approx(alone.loss, rel=1e-5), pytest.approx(alone.grad_norm, rel=1e-4))
 
 
 # --- Kubernetes ---
