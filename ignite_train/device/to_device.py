@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from ignite_train.device.leaves import leaves, map_leaves, own_to
 from ignite_train.device.streams import has_streams
 
-__all__ = ["ToDevice", "moves_itself"]
+__all__ = ["ToDevice", "moves_itself", "transfer_to"]
+
+_logger = logging.getLogger(__name__)
 
 
 class _Coming(NamedTuple):
@@ -27,9 +30,10 @@ class _Coming(NamedTuple):
 class ToDevice:
     """Moves every tensor of a micro-batch to `device`.
 
-    A micro-batch is any nesting of dicts, lists, tuples, named tuples and whatever else is registered with torch's pytree;
-    what has a `to` method of its own (packed sequences, graph batches, also where they are tuples) moves itself; all other
-    leaves are left alone. For the CPU there is nothing to move and nothing is looked at.
+    A micro-batch is any nesting of dicts, lists, tuples, named tuples, `UserDict`, dataclasses, `SimpleNamespace` and whatever
+    else is registered with torch's pytree; what has a `to` method of its own (packed sequences, graph batches, also where they
+    are tuples) moves itself. All other leaves are left alone; a class of objects that hold tensors and are left alone is named
+    in one warning. For the CPU there is nothing to move and nothing is looked at.
 
     On an accelerator with streams, tensors are copied from pinned memory on a stream of their own, so that neither the host nor
     the copy waits for what is computed; `ahead` has that happen before they are asked for. What a loader has pinned is not
@@ -43,22 +47,23 @@ class ToDevice:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._target = device
         self._has_streams = has_streams(device)
         self._stream: Any = None  # made when it is needed
         self._coming: _Coming | None = None
         self._copied: Any = None  # the event behind the copies of the micro-batch that was asked for last
+        self._left_alone: set[type] = set()  # classes of leaves that were looked at, and are not moved
 
     def __call__(self, micro_batch: Any) -> Any:
         """The micro-batch on the device, for what is computed next."""
         if not self._has_streams:
-            return micro_batch if self._device.type == "cpu" else _map(self._move, micro_batch)
+            return micro_batch if self._target.type == "cpu" else _map(self._move, micro_batch)
         coming = self._moved_ahead(micro_batch)
         if coming is None:
             coming = self._start(micro_batch)
         else:
             self._coming = None
-        stream, copied_late = _current_stream(self._device), False
+        stream, copied_late = _current_stream(self._target), False
         stream.wait_event(coming.event)
 
         def hand_over(leaf: Any) -> Any:
@@ -98,38 +103,48 @@ class ToDevice:
 
     def _start(self, micro_batch: Any) -> _Coming:
         if self._stream is None:
-            self._stream = _new_stream(self._device)
+            self._stream = _new_stream(self._target)
 
         def copy(leaf: Any) -> Any:
-            return _pinned(leaf).to(self._device, non_blocking=True) if _is_plain(leaf) else leaf
+            return _pinned(leaf).to(self._target, non_blocking=True) if _is_plain(leaf) else leaf
 
         with self._stream:
             moved = _map(copy, micro_batch)
         return _Coming(micro_batch, moved, self._stream.record_event())
 
     def _move(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) and not moves_itself(leaf):
+            self._warn_of(leaf)
+            return leaf
         if self._has_streams and (isinstance(leaf, Tensor) or _takes_non_blocking(type(leaf))):  # type: ignore[arg-type]
-            return leaf.to(self._device, non_blocking=True)
-        return leaf.to(self._device) if isinstance(leaf, Tensor) or moves_itself(leaf) else leaf
+            return leaf.to(self._target, non_blocking=True)
+        return leaf.to(self._target)
+
+    def _warn_of(self, leaf: Any) -> None:
+        """Names, once, a class of objects that hold tensors in a way that nothing here knows."""
+        if type(leaf) in self._left_alone:
+            return
+        self._left_alone.add(type(leaf))
+        if any(isinstance(one, Tensor) for one in leaves(_attributes(leaf))):
+            _logger.warning(
+                f"the micro-batch holds a {type(leaf).__qualname__} whose tensors are not moved to {self._target}: give the "
+                "class a method to(device) that returns the moved object, or use a dict or a dataclass"
+            )
+
+
+def transfer_to(device: torch.device) -> ToDevice | None:
+    """What copies micro-batches to a device; None for the CPU, where there is nothing to copy."""
+    return None if device.type == "cpu" and not has_streams(device) else ToDevice(device)
 
 
 def moves_itself(value: Any) -> bool:
     """Whether a value that is not a tensor has a `to` method: only it knows which of its parts belong on a device."""
-    return _own_to(type(value)) is not None  # type: ignore[arg-type]  # a type is hashable
-
-
-@lru_cache(maxsize=256)
-def _own_to(kind: type) -> Callable[..., Any] | None:
-    """Its `to` method. A named tuple with a field of that name does not have one."""
-    if issubclass(kind, Tensor):
-        return None
-    found = next((vars(base)["to"] for base in kind.__mro__ if "to" in vars(base)), None)
-    return found if callable(found) else None
+    return own_to(type(value)) is not None  # type: ignore[arg-type]  # a type is hashable
 
 
 @lru_cache(maxsize=256)
 def _takes_non_blocking(kind: type) -> bool:
-    to = _own_to(kind)
+    to = own_to(kind)
     if to is None:
         return False
     try:
@@ -140,7 +155,15 @@ def _takes_non_blocking(kind: type) -> bool:
 
 
 def _map(change: Callable[[Any], Any], micro_batch: Any) -> Any:
-    return pytree.tree_map(change, micro_batch, is_leaf=moves_itself)
+    return map_leaves(change, micro_batch, whole=moves_itself)
+
+
+def _attributes(leaf: Any) -> dict[str, Any]:
+    """The values of a mapping, or the attributes of an object, which may have none."""
+    try:
+        return dict(leaf) if isinstance(leaf, Mapping) else vars(leaf)
+    except TypeError:
+        return {}
 
 
 def _is_plain(leaf: Any) -> bool:

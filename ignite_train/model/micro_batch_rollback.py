@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from ignite_train.device.leaves import leaves
 from ignite_train.model.memory_layout import as_bytes
 
 __all__ = ["MicroBatchRollback", "arrays_in", "content_of", "same_content", "writing_error", "written_into"]
@@ -22,7 +22,7 @@ class MicroBatchRollback:
     what it has written.
 
     Args:
-        micro_batch: which one; any structure that pytree knows.
+        micro_batch: which one, in any containers.
     """
 
     def __init__(self, micro_batch: Any) -> None:
@@ -52,8 +52,11 @@ def writing_error(reason: str) -> ValueError:
 
 def arrays_in(micro_batch: Any) -> list[Any]:
     """The plain tensors and arrays in a micro-batch that are not empty."""
-    leaves = pytree.tree_leaves(micro_batch)
-    return [leaf for leaf in leaves if (_has_bytes(leaf) if type(leaf) is Tensor else type(leaf) is np.ndarray and leaf.size)]
+    return [leaf for leaf in leaves(micro_batch) if _is_array(leaf)]
+
+
+def _is_array(leaf: Any) -> bool:
+    return _has_bytes(leaf) if type(leaf) is Tensor else type(leaf) is np.ndarray and leaf.size > 0
 
 
 def _has_bytes(tensor: Tensor) -> bool:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ignite_train.device.leaves import leaves
+
 __all__ = ["find_nonfinite", "spoilt_buffer"]
 
 
@@ -35,7 +37,7 @@ def find_nonfinite(
     for number, micro_batch in enumerate(micro_batches, start=1):
         found: list[str] = []
         check = partial(_check, found)
-        for leaf in pytree.tree_leaves(micro_batch):
+        for leaf in leaves(micro_batch):
             if isinstance(leaf, Tensor):
                 check("the micro-batch itself", leaf)
         with torch.compiler.set_stance("force_eager"), _watched(module, check):  # a compiled module calls no new hooks

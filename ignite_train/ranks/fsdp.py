@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ignite_train.errors import UnlikeParametersError
-from ignite_train.model.gradients import Gradients
+from ignite_train.model.gradients import Gradients, may_trust_norm
 from ignite_train.ranks import collectives
+from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.messages import Outgoing, Piggyback
 from ignite_train.ranks.placeholders import Placeholders
-from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.statistics import Statistics
 
-__all__ = ["FSDPReduction", "SameParameters", "check_divide_factors"]
+__all__ = ["FSDPCrossing", "SameParameters", "check_divide_factors"]
 
 
-class FSDPReduction(Reduction):
+class FSDPCrossing(Crossing):
     """FSDP2: gradients stay whole and local until the last backward scatters their mean over the ranks.
 
     That keeps a whole gradient in memory for the price of one reduction an update. The norm needs the shards of all ranks:
@@ -44,7 +44,7 @@ class FSDPReduction(Reduction):
 
     def __init__(self, root: nn.Module, placeholders: Placeholders) -> None:
         super().__init__(root)
-        self.divisor = collectives.world_size()
+        self.averaged_over = collectives.world_size()
         self._root: Any = root
         self._placeholders, self._same_parameters = placeholders, SameParameters()
         self._has_begun = False  # an update, which has not ended
@@ -82,28 +82,27 @@ class FSDPReduction(Reduction):
         finally:
             self._root.set_requires_gradient_sync(True)
 
-    def run_placeholder(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
+    def take_part(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
         """Runs the forward of a micro-batch that does not count; its backward adds zeros. Collective, as any forward."""
         return self._placeholders.loss(loss_of)
 
-    def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> None:
+    def finish(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> None:
         """Starts the statistics, with this rank's share of the squared norm."""
         self._same_parameters.look(gradients)
         piggybacks = [*outgoing.piggybacks, self._same_parameters]
         statistics.start(outgoing.requests, piggybacks, norm_squared=gradients.shard_norm_squared())
 
     def norm(self, gradients: Gradients) -> float:
-        """The norm, from each rank's shards. Collective."""
-        return math.sqrt(collectives.total([float(gradients.shard_norm_squared())])[0])
-
-    def scaled_norm(self, gradients: Gradients) -> float:
-        """The norm, from each rank's shards. Collective."""
+        """The norm, from each rank's shards. Collective; all ranks see the same sum, and so take it again alike."""
+        norm = math.sqrt(collectives.total([float(gradients.shard_norm_squared())])[0])
+        if may_trust_norm(norm):
+            return norm
         return math.sqrt(collectives.total([gradients.scaled_shard_norm_squared()])[0])
 
-    def finish(self, *, applied: bool) -> None:
+    def close(self, *, applied: bool) -> None:
         """Tells the placeholders."""
         self._has_begun = False
-        self._placeholders.finish(applied=applied)
+        self._placeholders.close(applied=applied)
 
     def _drop_leftovers(self) -> None:
         """Has FSDP2 forget a forward or backward that was broken off, and the gradients that wait for their reduction.

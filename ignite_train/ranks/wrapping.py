@@ -12,25 +12,25 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ignite_train.arguments import one_of
 from ignite_train.carried import Carried
 from ignite_train.ranks import collectives
-from ignite_train.ranks.ddp import DDPReduction
-from ignite_train.ranks.fsdp import FSDPReduction, check_divide_factors
-from ignite_train.ranks.placeholders import PlaceholderReduction, Placeholders
-from ignite_train.ranks.reduction import NoReduction, Reduction
-from ignite_train.ranks.replicas import ExplicitReduction, LocalReduction, SmallReplicas
+from ignite_train.ranks.crossing import AloneCrossing, Crossing
+from ignite_train.ranks.ddp import DDPCrossing
+from ignite_train.ranks.fsdp import FSDPCrossing, check_divide_factors
+from ignite_train.ranks.placeholders import PlaceholderCrossing, Placeholders
+from ignite_train.ranks.replicas import LocalCrossing, ReplicasCrossing, SmallReplicasCrossing
 
-__all__ = ["ReductionName", "own_parameters", "reduction_for", "unwrap"]
+__all__ = ["ReductionName", "crossing_for", "own_parameters", "unwrap"]
 
 ReductionName = Literal["auto", "ddp", "explicit", "fsdp", "local"]
 
 
-def reduction_for(
+def crossing_for(
     model: nn.Module,
     name: ReductionName = "auto",
     *,
     accumulates: bool = True,
     in_step: bool = False,
     carried: Carried | None = None,
-) -> Reduction:
+) -> Crossing:
     """Chooses how the gradients of `model` cross ranks. Collective.
 
     Args:
@@ -51,13 +51,13 @@ def reduction_for(
         raise TypeError("model must not be a DataParallel, whose replicas are threads; run one process for each device instead")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return _sharded(model, name, carried)
-    reduction = _replicated(model, name, accumulates=accumulates)
+    crossing = _replicated(model, name, accumulates=accumulates)
     if not in_step or collectives.world_size() == 1:
-        return reduction
-    return PlaceholderReduction(reduction, Placeholders(reduction.module, carried))
+        return crossing
+    return PlaceholderCrossing(crossing, Placeholders(crossing.module, carried))
 
 
-def _replicated(model: nn.Module, name: ReductionName, *, accumulates: bool) -> Reduction:
+def _replicated(model: nn.Module, name: ReductionName, *, accumulates: bool) -> Crossing:
     if name == "fsdp":
         raise ValueError("model must be sharded for reduction='fsdp'; apply torch.distributed.fsdp.fully_shard to it")
     ddp = _find_ddp(model)
@@ -73,11 +73,11 @@ def _replicated(model: nn.Module, name: ReductionName, *, accumulates: bool) -> 
             )
         return _hooked(model, ddp, name)
     if collectives.world_size() == 1:
-        return NoReduction(model)
+        return AloneCrossing(model)
     if name == "explicit":
-        return ExplicitReduction(model)
+        return ReplicasCrossing(model)
     if name == "local":
-        return LocalReduction(model)
+        return LocalCrossing(model)
     raise ValueError(
         f"model must be wrapped to train on {collectives.world_size()} ranks, got a bare {type(model).__name__}; pass "
         "idist.auto_model(model) or DistributedDataParallel(model), or options=UpdateOptions(reduction='explicit')"
@@ -106,7 +106,7 @@ def own_parameters(model: nn.Module) -> list[str]:
     return [name for name, p in named if name in ddp.parameters_to_ignore and id(p) not in delayed]
 
 
-def _sharded(model: nn.Module, name: ReductionName, carried: Carried) -> FSDPReduction:
+def _sharded(model: nn.Module, name: ReductionName, carried: Carried) -> FSDPCrossing:
     if name not in ("auto", "fsdp"):
         raise ValueError(f"reduction must be 'auto' or 'fsdp' for a model that fully_shard was applied to, got {name!r}")
     if isinstance(model, (nn.ModuleDict, nn.ModuleList)):
@@ -128,10 +128,10 @@ def _sharded(model: nn.Module, name: ReductionName, carried: Carried) -> FSDPRed
             "fully_shard a mesh of all ranks, of two dimensions if each shard must be on several of them"
         )
     check_divide_factors(model)
-    return FSDPReduction(model, Placeholders(model, carried))
+    return FSDPCrossing(model, Placeholders(model, carried))
 
 
-def _hooked(model: nn.Module, ddp: DistributedDataParallel, name: ReductionName) -> Reduction:
+def _hooked(model: nn.Module, ddp: DistributedDataParallel, name: ReductionName) -> Crossing:
     remedy = "pass all of it without the wrapper and with options=UpdateOptions(reduction='explicit')"
     if isinstance(ddp.module, (nn.ModuleDict, nn.ModuleList)):
         raise TypeError(
@@ -144,12 +144,14 @@ def _hooked(model: nn.Module, ddp: DistributedDataParallel, name: ReductionName)
         raise ValueError(
             f"model must have all trainable parameters inside DistributedDataParallel, got {stray[0]!r} outside; {remedy}"
         )
-    reduction = DDPReduction(model, ddp)
-    if reduction.divisor != collectives.world_size():
+    crossing = DDPCrossing(model, ddp)
+    if crossing.averaged_over != collectives.world_size():
         raise ValueError(
-            f"model must be reduced over all {collectives.world_size()} ranks, got a process_group of {reduction.divisor}"
+            f"model must be reduced over all {collectives.world_size()} ranks, got a process_group of {crossing.averaged_over}"
         )
-    return SmallReplicas(model, ddp) if name == "auto" and SmallReplicas.suits(ddp) and reduction.divisor > 1 else reduction
+    if name == "auto" and crossing.averaged_over > 1 and SmallReplicasCrossing.fits(ddp):
+        return SmallReplicasCrossing(model, ddp)
+    return crossing
 
 
 def _find_ddp(model: nn.Module) -> DistributedDataParallel | None:

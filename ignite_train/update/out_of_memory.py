@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from ignite_train.carried import Carried
-from ignite_train.device.memory_summary import memory_summary
-from ignite_train.device.to_device import moves_itself
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.micro_batch_rollback import writing_error, written_into
 from ignite_train.ranks.statistics import Statistics
+from ignite_train.update.halves import halves, is_of_samples, num_samples, uncut
 
-__all__ = ["RecoverFromOutOfMemory", "advise"]
+__all__ = ["RecoverFromOutOfMemory", "advise", "memory_summary"]
 
 
 def advise(error: torch.OutOfMemoryError) -> None:
@@ -31,6 +31,33 @@ def advise(error: torch.OutOfMemoryError) -> None:
     )
     if summary := memory_summary():
         error.add_note(summary)
+
+
+def memory_summary() -> str:
+    """The summary of CUDA's allocator; without CUDA a line about the memory of this process, empty where it is unknown.
+
+    Read from Linux's `/proc`, and from what the system says about limits (`ulimit -v`, setrlimit(2)).
+    """
+    if torch.cuda.is_available():
+        return torch.cuda.memory_summary()
+    if sys.platform != "linux":
+        return ""
+    import resource  # is missing on other systems
+
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:  # not mounted, or not even a file can be opened: the lack of memory is what must be reported
+        return ""
+    sizes = {name: value for name, _, value in (line.partition(":") for line in lines)}
+    gib = {name: int(sizes[name].split()[0]) / 2**20 for name in ("VmRSS", "VmHWM", "VmSize") if name in sizes}  # from KiB
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if len(gib) < 3:
+        return ""
+    ends = "not limited" if limit == resource.RLIM_INFINITY else f"limited to {limit / 2**30:.2f} GiB"
+    return (
+        f"memory of this process: {gib['VmRSS']:.2f} GiB resident, {gib['VmHWM']:.2f} GiB at most so far; "
+        f"address space {gib['VmSize']:.2f} GiB, {ends}"
+    )
 
 
 class RecoverFromOutOfMemory:
@@ -69,13 +96,12 @@ class RecoverFromOutOfMemory:
 
     def parts(self, micro_batch: Any) -> Iterator[Any]:
         """The micro-batch, cut to what has been found to fit, and whatever further cutting adds."""
-        size = _batch_size(micro_batch)
-        self._waiting, self._is_cut = deque([micro_batch]), [_length(leaf) == size for leaf in _leaves(micro_batch)]
+        self._waiting, self._is_cut = deque([micro_batch]), is_of_samples(micro_batch)
         while self._waiting:
             part = self._waiting.popleft()
-            size = _batch_size(part)
+            size = num_samples(part)
             if self._fits is not None and size is not None and size > self._fits:
-                self._waiting.extendleft(reversed(_halves(part, self._is_cut)))
+                self._waiting.extendleft(reversed(halves(part, self._is_cut)))
             else:
                 yield part
 
@@ -100,11 +126,10 @@ class RecoverFromOutOfMemory:
             return
         if is_written:
             raise writing_error("on_out_of_memory='split' must be able to run a micro-batch again")
-        size = _batch_size(part)
-        uncut = next((leaf for leaf in _leaves(part) if moves_itself(leaf)), None)
-        if uncut is not None:
+        size = num_samples(part)
+        if (whole := uncut(part)) is not None:
             raise ValueError(
-                f"on_out_of_memory='split' must be able to halve a micro-batch, and one with a {type(uncut).__name__} cannot "
+                f"on_out_of_memory='split' must be able to halve a micro-batch, and one with a {type(whole).__name__} cannot "
                 "be halved along its batch dimension; use on_out_of_memory='skip', or smaller micro-batches"
             )
         if size is None or size < 2:
@@ -113,7 +138,7 @@ class RecoverFromOutOfMemory:
                 "does not fit into memory; use a smaller model or shorter samples"
             )
         self._fits = (size + 1) // 2
-        self._waiting.extendleft(reversed(_halves(part, self._is_cut)))
+        self._waiting.extendleft(reversed(halves(part, self._is_cut)))
 
     def snapshot(self) -> tuple[Any, ...]:
         """Gradients (set aside), statistics, and what forward changes."""
@@ -150,35 +175,3 @@ class _Attempt:
         self._recovery.put_back(self._snapshot)
         self._recovery.give_up_on(self._part, is_written=self._was_written())
         return True
-
-
-def _halves(part: Any, is_cut: Sequence[bool]) -> list[Any]:
-    """Both halves of a micro-batch, or of a part of one, whose first dimension is that of the samples in the leaves `is_cut`.
-
-    These are the leaves that were as long as the first tensor of the whole micro-batch: a table may be as long as a part is.
-    """
-    size, (leaves, structure) = _batch_size(part), pytree.tree_flatten(part)
-    assert size is not None  # noqa: S101  # the caller has looked
-    middle = (size + 1) // 2
-
-    def cut(where: slice) -> Any:
-        found = [leaf[where] if has_samples else leaf for leaf, has_samples in zip(leaves, is_cut, strict=True)]
-        return pytree.tree_unflatten(found, structure)
-
-    return [cut(slice(0, middle)), cut(slice(middle, size))]
-
-
-def _batch_size(micro_batch: Any) -> int | None:
-    """The length of its first tensor; None without a tensor, and with a part that moves itself, which cannot be cut."""
-    leaves = _leaves(micro_batch)
-    if any(map(moves_itself, leaves)):
-        return None
-    return next((length for length in map(_length, leaves) if length is not None), None)
-
-
-def _leaves(micro_batch: Any) -> list[Any]:
-    return pytree.tree_leaves(micro_batch, is_leaf=moves_itself)
-
-
-def _length(leaf: Any) -> int | None:
-    return leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() > 0 else None

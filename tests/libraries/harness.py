@@ -107,6 +107,7 @@ class Case:
         writes: writes the weights by the library's own function into a folder, and returns what `load_weights` is to read.
         reads: makes a model by the library's own function from the file that `consolidate` has written.
         options: as for `create_trainer`.
+        has_room: whether there is memory for a micro-batch; the trainer's forward runs out of it where there is none.
         dtype: the default one of torch, while the case is tried.
         tolerance: the largest difference from the loop by hand, in parts of the largest number of its tensor.
         not_tried: the reasons, by check.
@@ -123,6 +124,7 @@ class Case:
     writes: Callable[[nn.Module, Path], Path] | None = None
     reads: Callable[[Path], nn.Module] | None = None
     options: UpdateOptions = field(default_factory=UpdateOptions)
+    has_room: Callable[[Any], bool] | None = None
     dtype: torch.dtype = torch.float64
     tolerance: float = 1e-6
     not_tried: Mapping[str, str] = field(default_factory=dict)
@@ -246,10 +248,28 @@ def run_of(case: Case, accumulation_steps: int) -> Run:
     wraps = idist.get_world_size() > 1 and case.options.reduction == "auto"
     wrapped = DistributedDataParallel(model) if wraps else model
     trainer = create_trainer(
-        wrapped, optimizer, case.forward, accumulation_steps=accumulation_steps, options=case.options, protect=False
+        wrapped, optimizer, cramped(case), accumulation_steps=accumulation_steps, options=case.options, protect=False
     )
     loader = case.data(idist.get_rank(), idist.get_world_size())
     return Run(model, optimizer, case.around(model, optimizer), trainer, loader)
+
+
+def cramped(case: Case) -> Callable[[nn.Module, Any], Any]:
+    """The forward of a case, which has memory for some micro-batches only."""
+    has_room = case.has_room
+    if has_room is None:
+        return case.forward
+
+    def forward(model: nn.Module, micro_batch: Any) -> Any:
+        if not has_room(micro_batch):
+            raise torch.OutOfMemoryError("more than has room in this case")
+        return case.forward(model, micro_batch)
+
+    return forward
+
+
+# What cuts micro-batches that have no room; on several ranks it needs the explicit reduction.
+HALVED = UpdateOptions(on_out_of_memory="split", reduction="explicit")
 
 
 def trained(case: Case, accumulation_steps: int) -> tuple[dict[str, Any], list[float]]:

@@ -12,7 +12,7 @@ from torch_geometric.loader import DataLoader
 from torch_geometric.nn import GATConv, GCNConv, HeteroConv, SAGEConv, global_mean_pool
 
 from ignite_train import ForwardOutput
-from libraries.harness import Case, dealt
+from libraries.harness import HALVED, Case, dealt
 
 CLASSES = 3
 
@@ -78,6 +78,14 @@ def papers(model: nn.Module, batch: Any) -> ForwardOutput:
 
 CASES = [
     Case("graphs in batches, GCN and GAT", Classifier, dealt(lambda: list(DataLoader(graphs(), 3))), forward),
+    Case(
+        "graphs in batches, halved where memory runs out",
+        Classifier,
+        dealt(lambda: list(DataLoader(graphs(), 3))),
+        forward,
+        options=HALVED,
+        has_room=lambda batch: batch.num_graphs < 3,
+    ),
     Case(
         "its DataLoader, shuffled",
         Classifier,

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from ignite_train import Evaluator, ForwardOutput, Trainer
-from libraries.harness import Around, Attached, Case, dealt
+from libraries.harness import HALVED, Around, Attached, Case, dealt
 
 IGNORED = -100
 VOCABULARY = 40
@@ -153,6 +153,14 @@ CASES = [
         attach=generates,
         writes=in_shards,
         reads=partial(read_by, llama),
+    ),
+    Case(
+        "GPT-2, a BatchEncoding halved where memory runs out",
+        gpt2,
+        dealt(ragged),
+        causal,
+        options=HALVED,
+        has_room=lambda batch: len(batch["labels"]) < 3,
     ),
     Case("T5, encoder and decoder, tied", t5, dealt(ragged), forward, adamw, writes=saved, reads=partial(read_by, t5)),
 ]
