@@ -313,7 +313,7 @@ def train(config):
     finally:
         Trainer.run = run
 
-ray.init(num_cpus=6, include_dashboard=False)
+ray.init(num_cpus=3, include_dashboard=False)
 ray_train.start(storage, how, train=train)
 """
 
