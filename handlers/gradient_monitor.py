@@ -16,6 +16,7 @@ from ignite_train.arguments import positive_int
 from ignite_train.events import TrainEvents
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.ranks import collectives
+from ignite_train.ranks.root_mesh import copies
 from ignite_train.trainer import Trainer
 
 __all__ = ["GradientMonitor", "Histogram"]
@@ -145,7 +146,7 @@ class GradientMonitor(Handler):
         norms, counts = self._found[:3], self._found[3:]
         sums = torch.cat([*(norm.square() for norm in norms), *(count.to(norms[0].dtype) for count in counts)])
         if any(isinstance(parameter, DTensor) for parameter in self._monitored):
-            shares = [1 / _replicas(parameter) for parameter in self._monitored]
+            shares = [1 / copies(parameter) for parameter in self._monitored]
             weights = [*shares * 3, *(share for share in shares * 2 for _ in _EDGES[1:])][: len(sums)]
             sums = sums * torch.tensor(weights, dtype=sums.dtype, device=sums.device)
             work = collectives.start_sum(sums)
@@ -199,11 +200,3 @@ def _counts(tensor: Tensor) -> Tensor:
     edges = torch.tensor(_EDGES, dtype=values.dtype, device=values.device)
     below = torch.searchsorted(values.sort().values, edges)
     return below.diff()
-
-
-def _replicas(parameter: nn.Parameter) -> int:
-    """How many ranks hold the same shard."""
-    if not isinstance(parameter, DTensor):
-        return 1
-    placements = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    return math.prod(size for placement, size in placements if placement.is_replicate())

@@ -168,7 +168,9 @@ class OuterOptimizer(Handler):
     def _take_parameters(self, model: nn.Module) -> None:
         """Finds the parameters of the optimizers inside, which the outer one must have too, by their names."""
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            raise ValueError("model must not be sharded with OuterOptimizer, got one that fully_shard was applied to")
+            raise ValueError(
+                "model must not be sharded with OuterOptimizer, got parameters that are DTensors; use plain replicas"
+            )
         trained = self._rates_inside()
         outer = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         named = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in trained}

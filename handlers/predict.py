@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from ignite.engine import Events
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
@@ -69,10 +70,12 @@ def predict(evaluator: Evaluator, loader: Iterable[Any], *, gather: Literal["all
         evaluator.run(watched)
     problem, keys, rows = found.joined()
     form = None if rows is None else pytree.tree_map(lambda leaf: leaf[:0], rows)
-    everyones = collectives.gather_objects((problem, keys, form))
+    counts = evaluator.data_ranks.counts  # on a mesh several ranks are fed the same samples
+    everyones = collectives.gather_objects((problem, keys if counts else [], form))
     _check(everyones)
     if gather == "none":
         return None if rows is None else _in_order(keys, [rows])
+    rows = rows if counts else None
     gathered = collectives.gather_objects(rows) if gather == "all" else collectives.gather_objects_on_main_rank(rows)
     return None if gathered is None else _in_order([key for _, keys, _ in everyones for key in keys], gathered)
 
@@ -174,7 +177,7 @@ class _Found:
                 f"{tuple(wrong.shape)}"
             )
         self._keys += keys
-        self._outputs.append(pytree.tree_map(lambda leaf: leaf.detach().to("cpu", copy=True), output.outputs))
+        self._outputs.append(pytree.tree_map(_on_host, output.outputs))
 
     def joined(self) -> tuple[Exception | None, list[tuple[int, int]], Any]:
         """The error of this rank, the place of each row in the dataset, and the rows; None without a micro-batch."""
@@ -188,6 +191,11 @@ class _Found:
             return problem, self._keys, _cat(self._outputs) if self._outputs and problem is None else None
         except ValueError as error:
             return error, [], None
+
+
+def _on_host(leaf: Tensor) -> Tensor:
+    leaf = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+    return leaf.detach().to("cpu", copy=True)
 
 
 def _check(everyones: list[tuple[Exception | None, list[tuple[int, int]], Any]]) -> None:

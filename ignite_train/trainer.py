@@ -709,7 +709,7 @@ class Trainer(Loop):
         stop, interrupt = self.requests.stop, self.requests.interrupt
         if between_updates:
             stop, interrupt = (number > 0 for number in collectives.largest(stop, interrupt))
-        if between_updates or self._is_alone:
+        if (stop or interrupt) and (between_updates or self._is_alone):
             if stop and not self.should_terminate:
                 self.terminate(agreed=True)
             if interrupt:

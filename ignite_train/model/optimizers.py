@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from ignite_train.arguments import describe
@@ -334,6 +335,12 @@ def check_optimizers(model: nn.Module, optimizer: Optimizer | Optimizers, *, clo
 
 def _check_optimizer(label: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
     for index, group in enumerate(optimizer.param_groups):
+        way = next((way for way in ("fused", "foreach") if group.get(way)), None)
+        if way is not None and len({isinstance(parameter, DTensor) for parameter in group["params"]}) > 1:
+            raise ValueError(
+                f"{label} must not have DTensors beside plain parameters in one group with {way}=True, which torch cannot step "
+                f"together, got both in param_groups[{index}]; make two groups, or leave out {way}"
+            )
         if group.get("lr") is None:
             raise ValueError(
                 f"{label} must have a learning rate in each group, got none in param_groups[{index}]; set its 'lr', to 1.0 if "

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ignite_train.device.to_device import ToDevice
 from ignite_train.errors import ForwardContractError
 from ignite_train.forward import BoundForward, Forward, ForwardOutput, as_forward_output, bind_forward
-from ignite_train.model.loss_declaration import FirstForward, check_forward, without_first_look
+from ignite_train.model.loss_declaration import FirstForward, check_declaration, without_first_look
 from ignite_train.model.precision import Precision
 from ignite_train.model.seeding import Seeding
 from ignite_train.ranks import collectives
@@ -45,6 +45,7 @@ class ForwardBackward:
         carried: what forward carries.
         terms: the denominators of a loss with several terms.
         options: of the update.
+        counts: whether this rank's samples count; see `Statistics`.
         backward_settings: the arguments of each backward, besides the loss.
         is_other: whether the running update has another forward than the trainer was made with.
         name: of the running update.
@@ -62,6 +63,7 @@ class ForwardBackward:
     guard: HandlerGuard
     state: TrainState
     options: UpdateOptions
+    counts: bool = True
     awaits_size: bool = False
     is_other: bool = False
     name: str | None = None
@@ -71,7 +73,7 @@ class ForwardBackward:
         # What it gives its parts to call must not keep it and its model alive.
         check, replace = WeakMethod(self._check_forward), WeakMethod(self._set_forward)
         self.user_forward = FirstForward(self.user_forward, self.guard.forward, check, replace)
-        self.carried, self.terms = self.state.carried, LossTerms(self.options.sample_sizes)
+        self.carried, self.terms = self.state.carried, LossTerms(self.options.sample_sizes, counts=self.counts)
         creates = self.options.create_graph
         self.backward_settings = {"retain_graph": self.options.retain_graph or creates, "create_graph": creates}
         self._begins_by_size = self.loss_scaling if isinstance(self.loss_scaling, BeginsBySize) else None
@@ -134,13 +136,13 @@ class ForwardBackward:
         micro-batches calls it before it joins the backward of the others.
         """
         self.awaits_size = False
-        (total,) = collectives.total([float(sample_size) * self._group_size])  # sync, in the first update
+        (total,) = collectives.total([float(sample_size) * self._group_size * self.counts])  # sync, in the first update
         assert self._begins_by_size is not None  # noqa: S101  # asked before
         self._begins_by_size.begin(total)
 
     def _check_forward(self, micro_batch: Any) -> list[str]:
         forward = without_first_look(self.user_forward)
-        return check_forward(self.module, forward, micro_batch, carried=self.carried, precision=self.precision)
+        return check_declaration(self.module, forward, micro_batch, carried=self.carried, precision=self.precision)
 
     def _set_forward(self, forward: BoundForward) -> None:
         self.user_forward = forward

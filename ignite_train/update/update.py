@@ -128,6 +128,8 @@ class Update:
         decision = decide(totals, self.rules, self.loss_scaling.scale)
         # Whether some rank has a handler of GRADIENTS_REDUCED, so that all of them do the same arithmetic.
         if totals.requests.changes_gradients:
+            # They read loss and sample sizes of this update; what they leave of the gradients makes another record.
+            trainer.state.update_output = Update.make_record(self, totals, decision)
             decision = self._gradient_changes(trainer, decision)
         return decision if self.norm_limits is None else self.norm_limits(decision)
 
