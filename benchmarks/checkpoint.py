@@ -39,7 +39,7 @@ from interleaving import MIN_REPETITIONS, Spread, interleave, table
 
 Timing = tuple[float, float]  # seconds: held, until durable
 MATRIX = 1024
-COPY, PLAIN, OURS, AGAIN = "one copy in memory", "plain write + fsync", "Checkpoint", "Checkpoint, beside a removal"
+COPY, PLAIN, OURS = "one copy in memory", "plain write + fsync", "Checkpoint"
 CHUNK_BYTES, PROBE_BYTES = 16 * 2**20, 2**28
 LEAST_WRITES = 20  # of the state, with all that is around them: two rounds, and three saves beside updates
 
@@ -111,11 +111,6 @@ def _contestants(
         return held, held
 
     def ours() -> Timing:
-        checkpoint.saver.directory.removal.wait()
-        return save_in_run(checkpoint, trainer)
-
-    def again() -> Timing:
-        ours()
         return save_in_run(checkpoint, trainer)
 
     def torch_save() -> Timing:
@@ -142,7 +137,6 @@ def _contestants(
         COPY: copy,
         PLAIN: plain,
         OURS: ours,
-        AGAIN: again,
         "torch.save + fsync": torch_save,
         "DCP async_save": dcp_async,
     }

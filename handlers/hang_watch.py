@@ -7,13 +7,15 @@ import logging
 import math
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import NamedTuple
 
 from ignite.engine import Engine
 
-from ignite_train.arguments import named_ranks, real_number
+from ignite_train.arguments import named_ranks, path_of, real_number
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.kinds_of_handlers.start_description import start_description
 from ignite_train.ranks import collectives
@@ -51,14 +53,22 @@ class HangWatch(Handler):
     its threads to standard error, and ends its process with status 1. A single process watches itself, and acts when it has
     made no progress for `timeout_seconds`. Tried with gloo, not with NCCL, whose own watchdog may be faster.
 
+    With `heartbeat` the thread also renews the modification time of a file, for a program that looks at the process from the
+    outside, such as the liveness probe of Kubernetes. It does so when the run starts, and whenever it finds that some rank has
+    begun an update, a micro-batch or a collective since it last looked; it removes the file when the run is over. So the age of
+    the file, in seconds, is the time for which no rank has made progress, or for which this process has stood still. If the
+    file cannot be written, one warning says so and the run continues.
+
     Args:
         timeout_seconds: how long a rank may be silent or keep other ranks waiting.
         first_timeout_seconds: the same for the first update of a run, in which workers start and code is compiled; None means
             three times `timeout_seconds`.
         standstill_seconds: how long several ranks may make no progress together; None means without limit.
+        heartbeat: the file, in a directory that exists, on a disk of this machine; the processes of a machine may share it.
+            None means none.
 
     Raises:
-        TypeError: a time is not a number.
+        TypeError: a time is not a number, or `heartbeat` is not a path.
         ValueError: `timeout_seconds` is not greater than 0, or one of the others is less than `timeout_seconds`.
 
     Example:
@@ -75,6 +85,7 @@ class HangWatch(Handler):
         *,
         first_timeout_seconds: float | None = None,
         standstill_seconds: float | None = None,
+        heartbeat: str | Path | None = None,
     ) -> None:
         self.timeout_seconds = real_number("timeout_seconds", timeout_seconds, above=0)
         first = 3 * self.timeout_seconds if first_timeout_seconds is None else first_timeout_seconds
@@ -84,6 +95,7 @@ class HangWatch(Handler):
             if standstill_seconds is None
             else real_number("standstill_seconds", standstill_seconds, at_least=self.timeout_seconds)
         )
+        self.heartbeat = None if heartbeat is None else path_of("heartbeat", heartbeat)
         self._evaluator: Engine | None = None
         self._watch: _Watch | None = None
 
@@ -101,7 +113,8 @@ class HangWatch(Handler):
     def _start(self, trainer: Trainer) -> None:
         alone = collectives.world_size() == 1
         standstill = self.timeout_seconds if alone else self.standstill_seconds
-        self._watch = _Watch(trainer, self._evaluator, self.timeout_seconds, self.first_timeout_seconds, standstill)
+        timeouts = self.timeout_seconds, self.first_timeout_seconds, standstill
+        self._watch = _Watch(trainer, self._evaluator, *timeouts, self.heartbeat)
 
     def _finish(self) -> None:
         if self._watch is not None:
@@ -145,6 +158,30 @@ class _Report(NamedTuple):
         return self.update, self.where if self.waits else "at work"
 
 
+class _Heartbeat:
+    """The file that says when a rank last made progress. It is written by one thread, and not by the one that decides."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._has_warned = False
+
+    def renew(self) -> None:
+        """Sets the modification time to the time of the file system."""
+        try:
+            if self._path is not None:
+                self._path.touch()
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                _logger.warning(f"the heartbeat of HangWatch cannot be written: {error}; training continues without it")
+
+    def end(self) -> None:
+        """Removes the file, so that what the process does after the run is not taken for a hang."""
+        if self._path is not None:
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
+
+
 class _Watch:
     """Two threads for one run: one exchanges reports through the store, and may get stuck in it; the other decides.
 
@@ -158,8 +195,10 @@ class _Watch:
         timeout: float,
         first_timeout: float,
         standstill: float | None = None,
+        heartbeat: Path | None = None,
     ) -> None:
         self._trainer, self._evaluator, self._standstill = trainer, evaluator, standstill
+        self._heartbeat, self._has_progress = _Heartbeat(heartbeat), False
         self._timeout, self._first_timeout = timeout, first_timeout
         self._main, self._first_update = threading.get_ident(), trainer.state.iteration + 1
         self._rank, world_size = collectives.rank(), collectives.world_size()
@@ -184,7 +223,10 @@ class _Watch:
     # --- the reports of all ranks ---
 
     def _talk(self) -> None:
-        """Writes this rank's report and reads those of the others, once an interval and a last time when the run is over."""
+        """Writes this rank's report, reads those of the others and renews the heartbeat, once an interval.
+
+        When the run is over it does the first two a last time.
+        """
         for beat in count():
             over = self._over.is_set()
             self._hear(self._rank, self._look(beat, over=over))
@@ -196,7 +238,11 @@ class _Watch:
                     _logger.info(f"{host}; rank {self._rank} watches only itself from now on: {error}")
                 self._messages = None
             if over:
+                self._heartbeat.end()
                 return
+            if self._has_progress:
+                self._has_progress = False
+                self._heartbeat.renew()
             self._over.wait(self._interval)
 
     def _look(self, beat: int, *, over: bool) -> _Report:
@@ -225,7 +271,7 @@ class _Watch:
         if before is None or report.beat != before.beat:
             self._heard[rank] = self._clock
         if before is None or report.progress != before.progress or report.over != before.over:
-            self._moved = self._clock
+            self._moved, self._has_progress = self._clock, True
         if before is None or report.place != before.place:
             self._arrived[rank] = self._clock
 

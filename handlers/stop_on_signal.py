@@ -41,9 +41,12 @@ class StopOnSignal(Handler):
     ended `grace_seconds` later, it logs that, writes the stacks of all threads to standard error and ends the process with
     status `128 + signal`. A second signal, two seconds or more after the first, ends the process at once.
 
-    Signal handlers are installed at STARTED, in the main thread only. The earlier ones are put back when the run is over, also
-    after an exception, and in processes that are forked meanwhile. If several trainers are running, such as those of a GAN, a
-    signal asks each of them to stop that has a StopOnSignal of its own.
+    Signal handlers are installed at STARTED. The earlier ones are put back when the run is over, also after an exception, and
+    in processes that are forked meanwhile. If several trainers are running, such as those of a GAN, a signal asks each of them
+    to stop that has a StopOnSignal of its own.
+
+    Python handles signals in the main thread only. Where `run` is called in another one, as Ray Train does, this handler warns
+    once that it listens to nothing, and the run continues. Such an engine ends its processes itself; a `Checkpoint` resumes.
 
     Args:
         signals: SIGTERM and SIGUSR1 by default, if the system has them.
@@ -54,7 +57,6 @@ class StopOnSignal(Handler):
 
     Raises:
         ValueError: `signals` has SIGKILL or SIGSTOP, which no process can handle, or `grace_seconds` is not greater than 0.
-        RuntimeError: in `run`, which is not called in the main thread.
 
     Example:
         >>> stop = StopOnSignal()
@@ -73,6 +75,7 @@ class StopOnSignal(Handler):
                 raise ValueError(f"signals must be signals that a process can handle, got {number.name}; leave it out")
         self.grace_seconds = real_number("grace_seconds", grace_seconds, above=0)
         self.received: signal.Signals | None = None
+        self._has_warned = False
         self._previous: dict[signal.Signals, Any] = {}
         self._watch: _Watch | None = None
         self._trainer: Trainer | None = None  # whose run it is listening in
@@ -83,12 +86,11 @@ class StopOnSignal(Handler):
         trainer.on_exit.append(self._finish)
 
     def _start(self, trainer: Trainer) -> None:
+        self.received = None
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError(
-                "run must be called in the main thread, where Python handles signals, if StopOnSignal is attached"
-            )
-
-        self.received, self._trainer = None, trainer
+            self._warn()
+            return
+        self._trainer = trainer
         self._watch = _Watch(trainer, self._requests, self.grace_seconds)
         _listening.append(self)
         for number in self._requests:
@@ -98,6 +100,15 @@ class StopOnSignal(Handler):
                 )
             else:
                 self._previous[number] = signal.signal(number, _receive)
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "StopOnSignal listens to nothing in this run: it is not in the main thread, where Python handles signals. "
+                "An engine that calls it in a thread, such as Ray, stops a run by ending its processes; with a Checkpoint "
+                "attached the next start resumes"
+            )
 
     def _finish(self) -> None:
         watch = self._watch

@@ -1335,8 +1335,8 @@ def test_a_copied_trainer_trains_the_copied_model(bits):
         copied = copy.deepcopy(setup.trainer)
         copied.run(batches(4, 3), max_epochs=3)
         assert bits([setup.model.state_dict(), setup.optimizer.state_dict()]) == before
-        assert not way or copied._update.gather._obstacle is None
-        weights.append(nn.utils.parameters_to_vector(copied._update.model.parameters()))
+        assert not way or copied.process.gather._obstacle is None
+        weights.append(nn.utils.parameters_to_vector(copied.process.model.parameters()))
     torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-9)
 
 

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train import UpdateOptions, create_trainer
-from ignite_train.ranks.ddp import DDPReduction
+from ignite_train.ranks.ddp import DDPCrossing
 from ranks import run_ranks
 
 
@@ -28,7 +28,7 @@ def alone(tmp_path: Any) -> Iterator[None]:
 
 def run_placeholder(ddp: DistributedDataParallel) -> None:
     """Forward and backward of a rank without data."""
-    torch.autograd.backward(DDPReduction(ddp, ddp).run_placeholder(lambda _: torch.ones(())))
+    torch.autograd.backward(DDPCrossing(ddp, ddp).take_part(lambda _: torch.ones(())))
 
 
 @pytest.mark.usefixtures("alone")

@@ -42,9 +42,10 @@ from ignite_train.device import to_host
 from ignite_train.fast.folded_step import LARGEST_DIVISOR, SMALLEST_DIVISOR, FoldedStep
 from ignite_train.fast.queued_step import QueuedStep, decide_on_device
 from ignite_train.handlers import GradNormConsistency, GradNormMismatchError, StateConsistency, StateMismatchError
+from ignite_train.model.gradients import SMALLEST_NORM
 from ignite_train.ranks.messages import Piggyback, RankRequests
 from ignite_train.ranks.statistics import Reduced, Totals
-from ignite_train.update.decision import SMALLEST_NORM, Rules, decide
+from ignite_train.update.decision import Rules, decide
 from ranks import run_ranks
 from textbook import Textbook
 from tiers import accelerated

@@ -177,7 +177,7 @@ def chosen(kind: str) -> str:
     steps = 1 if kind == "with a static graph" else 2
     trainer = create_trainer(ddp, torch.optim.SGD(model.parameters(), lr=0.1), cuts.forward, accumulation_steps=steps)
     trainer.run(cuts.shard([[8] * 4, [8] * 4]), max_epochs=1)
-    return type(trainer.process.gather.reduction).__name__  # type: ignore[attr-defined]
+    return type(trainer.process.gather.crossing).__name__  # type: ignore[attr-defined]
 
 
 @pytest.mark.sampled(4)
@@ -186,7 +186,7 @@ def chosen(kind: str) -> str:
 )
 def test_hooks_are_left_out_for_small_models_only(kind: str) -> None:
     """Where DDP does more than to average a handful of gradients, it does that."""
-    assert run_ranks(chosen, kind) == ["SmallReplicas" if kind == "small" else "DDPReduction"] * 2
+    assert run_ranks(chosen, kind) == ["SmallReplicasCrossing" if kind == "small" else "DDPCrossing"] * 2
 
 
 def accumulate_in_a_static_graph() -> None:

@@ -128,7 +128,7 @@ def test_digits_are_recognised(launcher: tuple[str, ...]) -> None:
 def test_digits_are_tuned(launcher: tuple[str, ...]) -> None:
     """`--tune` prints one table, also of two processes, and trains nothing."""
     printed = _run("digits.py", "--tune", "3", launcher=launcher)
-    assert printed.count("present: micro-batch") == 1
+    assert printed.count("present: micro_batch=64") == 1
     assert "not varied:" in printed or "nothing was faster" in printed or "to have it:" in printed
     assert "held-out accuracy" not in printed
 

@@ -17,7 +17,7 @@ from ignite_train.device import to_host
 from ignite_train.model.gradients import Gradients
 from ignite_train.ranks import collectives, replicas
 from ignite_train.ranks.messages import Outgoing, RankRequests
-from ignite_train.ranks.replicas import ExplicitReduction
+from ignite_train.ranks.replicas import ReplicasCrossing
 from ignite_train.ranks.statistics import Statistics, Totals
 from ranks import RanksFailedError, run_ranks
 
@@ -43,8 +43,8 @@ def _double(bucket: Tensor) -> None:
 def crossing(owners: list[nn.Parameter]) -> Totals:
     """Sums gradients and statistics over the ranks, as an update does after its last backward."""
     model, statistics = nn.ParameterList(owners), Statistics(torch.device("cpu"))
-    reduction = ExplicitReduction(model, synchronise=False)
-    norm = reduction.end(Outgoing(RankRequests(), []), statistics, Gradients(model, torch.optim.SGD(owners)))
+    crossing = ReplicasCrossing(model, synchronise=False)
+    norm = crossing.finish(Outgoing(RankRequests(), []), statistics, Gradients(model, torch.optim.SGD(owners)))
     return statistics.finish(norm)
 
 

@@ -97,23 +97,23 @@ def check(trainer: Trainer, model: nn.Module, end: End) -> None:
     assert trainer.process.gather.statistics.own_totals(0.0).sample_size == 0  # type: ignore[attr-defined]
 
 
-class Noting(Part):
+class Noting:
     """Notes how it is ended, and may raise there."""
 
     def __init__(self, kept_at: frozenset[End], error: BaseException | None = None) -> None:
         self.kept_at, self.error, self.ends = kept_at, error, list[Any]()
+        self.ending = Ending()
 
-    def mark(self) -> int:
-        return 7
+    def part(self) -> Part:
+        return Part(
+            kept_at=self.kept_at,
+            mark=lambda: self.ends.append("mark"),
+            keep=lambda: self._end("keep"),
+            put_back=lambda: self._end("put back"),
+        )
 
-    def keep(self, mark: int, ending: Ending) -> None:
-        self._end("keep", mark, ending)
-
-    def put_back(self, mark: int, ending: Ending) -> None:
-        self._end("put back", mark, ending)
-
-    def _end(self, *how: Any) -> None:
-        self.ends.append(how)
+    def _end(self, how: str) -> None:
+        self.ends.append((how, self.ending.end, self.ending.applied))
         if self.error is not None:
             raise self.error
 
@@ -123,19 +123,22 @@ def test_a_part_that_raises_does_not_hold_the_others_up(closes: bool) -> None:
     """Each is ended once, in one way, whichever of them raises, and the first error is raised."""
     parts = [Noting(frozenset(End), KeyboardInterrupt()), Noting(frozenset()), Noting(frozenset(End), ValueError())]
     watch = StepWatch(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
-    journal, stepped = Journal(parts, watch), Ending(End.STEPPED, applied=True)
+    journal = Journal(watch)
+    for part in parts:
+        part.ending = journal.ending
+    journal.choose([part.part() for part in parts])
 
     def run() -> None:
         with journal as opened:
             if closes:
-                opened.close(stepped)
+                opened.close(End.STEPPED, applied=True)
             stop()
 
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         run()
     assert isinstance(caught.value.__context__, KeyboardInterrupt)
-    ending = stepped if closes else Ending(End.BROKEN_BEFORE, applied=False)
-    assert [part.ends for part in parts] == [[("keep", 7, ending)], [("put back", 7, ending)], [("keep", 7, ending)]]
+    ending = (End.STEPPED, True) if closes else (End.BROKEN_BEFORE, False)
+    assert [part.ends for part in parts] == [["mark", (how, *ending)] for how in ("keep", "put back", "keep")]
 
 
 @pytest.mark.parametrize("update", [1, 3])

@@ -250,10 +250,8 @@ def make_job(cell: Cell, directory: Path | None, *, seed: int, workers: int) -> 
     optimizer = OPTIMIZERS[cell.optimizer](model)
     loader, samples = make_loader(cell.loader, cell.augmentation, workers)
     scaling = TorchLossScaling(2.0**15, growth_interval=2) if cell.precision == "fp16" else None
-    steps = ACCUMULATION[cell.accumulation]
-    trainer = create_trainer(
-        model, optimizer, forward, accumulation_steps=steps, precision=cell.precision, loss_scaling=scaling, max_grad_norm=2.0
-    )
+    settings = {"precision": cell.precision, "loss_scaling": scaling, "max_grad_norm": 2.0}
+    trainer = create_trainer(model, optimizer, forward, accumulation_steps=ACCUMULATION[cell.accumulation], **settings)
     journal = Journal()
     watched: dict[str, Any] = {"model": model, "optimizer": optimizer, "journal": journal}
     to_save: dict[str, Any] = {}
@@ -279,10 +277,9 @@ def make_job(cell: Cell, directory: Path | None, *, seed: int, workers: int) -> 
         ema = watched["ema"] = to_save["ema"] = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=True)
         trainer.add_event_handler(TrainEvents.STEP_COMPLETED, lambda: ema.update_parameters(model))
     if directory is not None:
-        best = "loss" if "validation" in watched else None
-        Checkpoint(directory, every=cell.every, every_epochs=1, score=best, to_save=to_save).attach(
-            trainer, evaluator=evaluator
-        )
+        score = "loss" if "validation" in watched else None
+        checkpoint = Checkpoint(directory, every=cell.every, every_epochs=1, score=score, to_save=to_save)
+        checkpoint.attach(trainer, evaluator=evaluator)
     journal.attach(trainer)
     seed_all(seed + 1)
     return Job(trainer, loader, samples, journal, watched)

@@ -148,7 +148,7 @@ def _differently(way: str, steps: int, factor: float) -> dict[str, list[float]]:
         options=UpdateOptions(reduction=way if way in ("ddp", "explicit") else "auto"),
     )
     trainer.run(list((X + rank).split(len(X) // steps)), max_epochs=1)
-    return {name: parameter.tolist() for name, parameter in trainer.process.gather.reduction.module.named_parameters()}  # type: ignore[attr-defined]
+    return {name: parameter.tolist() for name, parameter in trainer.process.gather.crossing.module.named_parameters()}  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

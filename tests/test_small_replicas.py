@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train import TrainEvents, count_traffic, create_trainer
 from ignite_train.ranks import collectives
-from ignite_train.ranks.replicas import SmallReplicas
+from ignite_train.ranks.replicas import SmallReplicasCrossing
 from ranks import run_ranks
 
 X = torch.arange(6.0).view(2, 3)
@@ -38,7 +38,7 @@ def make() -> DistributedDataParallel:
 
 
 def train(ddp: DistributedDataParallel) -> None:
-    with SmallReplicas(ddp, ddp).context(last=True):
+    with SmallReplicasCrossing(ddp, ddp).context(last=True):
         ddp(input=X).sum().backward()
 
 
@@ -71,7 +71,7 @@ def test_a_rank_without_data_does_as_the_others(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(collectives, "world_size", lambda: 1)
     ddp = make()
     ddp(X)
-    assert SmallReplicas(ddp, ddp).num_placeholders([], 1) == 0
+    assert SmallReplicasCrossing(ddp, ddp).num_placeholders([], 1) == 0
     with count_traffic("cpu") as traffic:
         ddp.module(X).sum().backward()
     assert traffic.collectives == []

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from ignite.engine import Events
 from torch.distributed import HashStore
 
-from ignite_train.handlers import failure_board, hang_watch, stop_on_signal
+from ignite_train import create_evaluator, create_trainer
+from ignite_train.handlers import HangWatch, failure_board, hang_watch, stop_on_signal
 from ignite_train.ranks import whereabouts
 from ignite_train.ranks.sealed_messages import SealedMessages
+from test_failures import until
 
 LIMIT = 10.0
 WAITS, ELSEWHERE, AT_WORK = ("wait (gloo.py:1)", True), ("wait (other.py:2)", True), ("forward (model.py:3)", False)
@@ -31,6 +37,7 @@ def watch_of(reports: list[Any], waited: float) -> Any:
     """The judging part of a watch: all ranks have stood where they are for so many seconds."""
     watch: Any = object.__new__(hang_watch._Watch)
     watch._reports, watch._clock, watch._arrived = reports, 100.0, [100.0 - waited] * len(reports)
+    watch._heartbeat = hang_watch._Heartbeat(None)
     return watch
 
 
@@ -437,6 +444,83 @@ def test_a_watch_begins_with_patience(monkeypatch: pytest.MonkeyPatch, timeout: 
     watch._look = lambda beat, *, over: report(AT_WORK, over=over)
     watch._talk()
     assert waits == [interval]
+
+
+LOOKS = {
+    "the run begins": ((5, 1), (5, 1), True),
+    "no rank moves": ((5, 1), (5, 1), False),
+    "this rank moves": ((5, 2), (5, 1), True),
+    "nor now": ((5, 2), (5, 1), False),
+    "the other rank moves": ((5, 2), (6, 1), True),
+    "nor at last": ((5, 2), (6, 1), False),
+}
+
+
+def test_a_heartbeat_is_renewed_where_a_rank_has_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By progress of any rank and by nothing else, also if this process looks again; after the run there is no file."""
+    monkeypatch.setattr(hang_watch.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr(hang_watch.collectives, "world_size", lambda: 2)
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(iteration=3))
+    file, renewed = tmp_path / "heartbeat", []
+    watch: Any = hang_watch._Watch(trainer, None, 600.0, 600.0, heartbeat=file)
+    looks = list(LOOKS.values())
+
+    def wait(_: float) -> None:
+        renewed.append(file.stat().st_mtime != 1.0)
+        os.utime(file, (1.0, 1.0))
+
+    def look(beat: int, *, over: bool) -> Any:
+        update, micro_batch = looks[min(beat, len(looks) - 1)][0]
+        return report(AT_WORK, update=update, micro_batch=micro_batch, over=over)._replace(beat=beat)
+
+    def exchange() -> None:
+        update, micro_batch = looks[min(watch._reports[0].beat, len(looks) - 1)][1]
+        watch._hear(1, report(AT_WORK, update=update, micro_batch=micro_batch)._replace(beat=watch._reports[0].beat))
+
+    watch._over = SimpleNamespace(is_set=lambda: len(renewed) == len(looks), wait=wait)
+    watch._look, watch._exchange = look, exchange
+    watch._talk()
+    assert dict(zip(LOOKS, renewed, strict=True)) == {name: expected for name, (_, _, expected) in LOOKS.items()}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("progress", [Events.ITERATION_STARTED, "of an evaluator"])
+def test_a_heartbeat_of_a_run(tmp_path: Path, progress: Any) -> None:
+    """The thread itself: what was set back at one update or micro-batch of an evaluator is renewed at the next one."""
+    file, model, renewed = tmp_path / "heartbeat", torch.nn.Linear(1, 1), list[int]()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).sum())
+    evaluator = create_evaluator(model, lambda model, x: model(x).sum())
+    HangWatch(heartbeat=str(file)).attach(trainer, evaluator=evaluator)
+    data = [torch.ones(1, 1)] * 3
+
+    def watch_it(engine: Any) -> None:
+        until(file.exists, "the file is there")
+        if engine.state.iteration > 1:
+            until(lambda: file.stat().st_mtime != 1.0, "it is renewed")
+            renewed.append(engine.state.iteration)
+        os.utime(file, (1.0, 1.0))
+
+    if progress == Events.ITERATION_STARTED:
+        trainer.add_event_handler(progress, watch_it)
+    else:
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=1), lambda: evaluator.run(data))
+        evaluator.add_event_handler(Events.ITERATION_STARTED, watch_it)
+    trainer.run(data, max_epochs=1)
+    assert renewed == [2, 3]
+    until(lambda: not file.exists(), "the file is gone")
+
+
+def test_a_heartbeat_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One warning says why. What is no path is refused when the handler is made."""
+    heartbeat = hang_watch._Heartbeat(tmp_path / "nowhere" / "heartbeat")
+    heartbeat.renew()
+    heartbeat.renew()
+    heartbeat.end()
+    (message,) = caplog.messages
+    assert message.startswith("the heartbeat of HangWatch cannot be written: [Errno 2]")
+    assert message.endswith("; training continues without it")
+    with pytest.raises(TypeError, match="heartbeat must be a path, got 5"):
+        HangWatch(heartbeat=5)  # type: ignore[arg-type]
 
 
 class MainThread:

@@ -14,7 +14,7 @@ from ignite_train.fast.compiled_step import CompiledStep
 from ignite_train.fast.folded_step import FoldedStep, FoldedSteps
 from ignite_train.fast.queued_step import QueuedStep
 from ignite_train.model.optimizers import Optimizers
-from ignite_train.ranks.reduction import NoReduction
+from ignite_train.ranks.crossing import AloneCrossing
 from ignite_train.ranks.statistics import Statistics
 from ignite_train.update.compilation import WHOLE, Compile
 from ignite_train.update.local_update import LocalUpdate
@@ -82,10 +82,10 @@ def _compile(update: Update, optimizer: Optimizer, settings: Mapping[str, Any]) 
     plain, on_host = update.gather, update.cross.statistics.on_host
     statistics = plain.statistics if on_host else Statistics(torch.device("cpu"))
     if not on_host:
-        update.leftovers.statistics.append(statistics)
+        update.statistics.append(statistics)
     update.gather = gather = CompiledGather(
         passes=plain.passes,
-        reduction=plain.reduction,
+        crossing=plain.crossing,
         statistics=plain.statistics,
         gradients=plain.gradients,
         optimizer=optimizer,
@@ -122,7 +122,7 @@ def _why_no_graph(update: Update, optimizers: Optimizer | Optimizers, *, takes_s
     options, model = update.options, update.model
     if not options.fast:
         return "fast is False"
-    if not isinstance(update.gather.reduction, NoReduction):
+    if not isinstance(update.gather.crossing, AloneCrossing):
         return "gradients cross ranks"
     if not _is_on_one_device(model):
         return "the model is not on the CPU or one CUDA device alone"

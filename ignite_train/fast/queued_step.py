@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ignite_train.events import TrainEvents
 from ignite_train.fast.folded_step import LARGEST_DIVISOR, SMALLEST_DIVISOR, FoldedStep, FoldedSteps
+from ignite_train.model.gradients import SMALLEST_NORM
 from ignite_train.ranks.statistics import Reduced, Totals
 from ignite_train.trainer import Trainer
 from ignite_train.update.cross import Cross
-from ignite_train.update.decision import EPSILON, SMALLEST_NORM, Rules
+from ignite_train.update.decision import EPSILON, Rules
 from ignite_train.update.loss_scaling import LossScaling
 
 __all__ = ["QueuedStep", "decide_on_device"]
@@ -101,7 +102,7 @@ def decide_on_device(reduced: Reduced, rules: Rules, loss_scale: float) -> tuple
     at before the step, such as a norm that float32 may not have added up, gives 0.
     """
     size, one = reduced.sample_size, torch.ones_like(reduced.sample_size)
-    mean_factor = torch.full_like(one, rules.divisor) / ((size if rules.normalize else one) * loss_scale)
+    mean_factor = torch.full_like(one, rules.averaged_over) / ((size if rules.normalize else one) * loss_scale)
     loss, norm = reduced.loss / size, reduced.norm * mean_factor
     factor = mean_factor
     if rules.max_grad_norm is not None:

@@ -13,18 +13,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.sparse_parameters import no_rows, sparse_parameters
+from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.messages import Outgoing
-from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.statistics import Statistics
 
-__all__ = ["DDPReduction", "settle_bucket_order"]
+__all__ = ["DDPCrossing", "settle_bucket_order"]
 
 _WAITS_FOR_RANKS = True  # HangWatch looks for it in the file where a rank stands
 
 _NOTHING = nullcontext()
 
 
-class DDPReduction(Reduction):
+class DDPCrossing(Crossing):
     """`DistributedDataParallel`: its hooks average gradients in the last backward, overlapping it.
 
     Buffers of rank 0 go to all ranks before the first forward, once. The wrapper itself would do so in each call of it that
@@ -41,7 +41,7 @@ class DDPReduction(Reduction):
     def __init__(self, model: nn.Module, ddp: DistributedDataParallel) -> None:
         super().__init__(ddp.module if model is ddp else model)
         self._ddp = ddp
-        self.divisor = torch.distributed.get_world_size(ddp.process_group)
+        self.averaged_over = torch.distributed.get_world_size(ddp.process_group)
         self._unreduced = _frozen_when_wrapped(ddp)
         self._has_order = False  # of the buckets
         self._is_first = True  # the next context is the first one of an update, or of another evaluation of its loss
@@ -81,12 +81,12 @@ class DDPReduction(Reduction):
         """1 on a rank without data, else 0: the backward that reduces must run on every rank. Collective the first time."""
         if not self._has_order:
             self._has_order = True
-            if self.divisor > 2:  # a + b is b + a
+            if self.averaged_over > 2:  # a + b is b + a
                 settle_bucket_order(self._ddp)
         self._is_first = True  # also after an update that was broken off
         return 0 if group else 1
 
-    def run_placeholder(self, loss_of: Callable[[Any], Tensor]) -> Tensor:  # noqa: ARG002
+    def take_part(self, loss_of: Callable[[Any], Tensor]) -> Tensor:  # noqa: ARG002
         """Goes through DDP's forward, with its collectives, to a graph that reaches each parameter without a gradient.
 
         DDP takes what is missing for zero, or, where it looks for unused parameters, for unused on this rank. The module inside
@@ -107,7 +107,7 @@ class DDPReduction(Reduction):
             ddp.module = module
         return loss
 
-    def begin(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients, loss: Tensor) -> None:
+    def start(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients, loss: Tensor) -> None:
         """Starts the statistics, ahead of the gradients' buckets on every rank.
 
         Gradients that backward leaves in the same memory are told apart at its end, before DDP writes their means: those may
@@ -155,7 +155,7 @@ class _NoData(nn.Module):
     def __init__(self, module: nn.Module, parameters: list[nn.Parameter], sparse: set[int]) -> None:
         super().__init__()
         self._borrowed = sparse, *parameters
-        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
+        vars(self).update({name: vars(module)[name] for name in ("_parameters", "_buffers", "_modules")})
 
     def forward(self) -> Tensor:
         zero: Tensor = _NoGradients.apply(*self._borrowed)  # type: ignore[no-untyped-call]

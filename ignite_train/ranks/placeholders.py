@@ -15,12 +15,12 @@ from ignite_train.carried import Carried
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import Gradients
 from ignite_train.ranks import collectives
-from ignite_train.ranks.ddp import DDPReduction
+from ignite_train.ranks.crossing import Crossing
+from ignite_train.ranks.ddp import DDPCrossing
 from ignite_train.ranks.messages import Outgoing
-from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.statistics import Statistics
 
-__all__ = ["PlaceholderReduction", "Placeholders", "borrowed_micro_batch"]
+__all__ = ["PlaceholderCrossing", "Placeholders", "borrowed_micro_batch"]
 
 
 class Placeholders:
@@ -75,7 +75,7 @@ class Placeholders:
         self._borrowed = cycle(micro_batches)  # where a NaN is looked for they are run once more
         self._chosen = group[-1] if group else micro_batches[-1]
 
-    def finish(self, *, applied: bool) -> None:
+    def close(self, *, applied: bool) -> None:
         """To be called after each update with its outcome, which is the same on all ranks."""
         self._latest_was_applied = applied
         if applied:
@@ -111,7 +111,7 @@ def borrowed_micro_batch(own: Any, earlier: Any = None) -> Any:
     return next((candidate for candidate in candidates if candidate is not None), None)
 
 
-class PlaceholderReduction(Reduction):
+class PlaceholderCrossing(Crossing):
     """Has a rank with fewer micro-batches run placeholders, so that collectives inside the user's forward meet their like.
 
     A placeholder has no sample size, no logs, and no gradient of its own loss. The update is the gradient of the losses that
@@ -122,23 +122,23 @@ class PlaceholderReduction(Reduction):
     where parameters have hooks, which would be called with None. Elsewhere zeros are taken away again before the reduction.
 
     Args:
-        reduction: how gradients cross the ranks.
+        crossing: how gradients cross the ranks.
         placeholders: what a rank runs on that has fewer micro-batches than others.
     """
 
     may_drop_micro_batches = False
     forward_is_local = False
 
-    def __init__(self, reduction: Reduction, placeholders: Placeholders) -> None:
-        super().__init__(reduction.module)
-        self.divisor = reduction.divisor
-        self._reduction, self._placeholders = reduction, placeholders
+    def __init__(self, crossing: Crossing, placeholders: Placeholders) -> None:
+        super().__init__(crossing.module)
+        self.averaged_over = crossing.averaged_over
+        self._crossing, self._placeholders = crossing, placeholders
         self._has_placeholder = False
         self._without_gradient: list[nn.Parameter] | None = None  # before the first placeholder of the update
 
     def context(self, *, last: bool) -> AbstractContextManager[Any]:
         """As without placeholders: gradients cross in the last backward, which may be that of a placeholder."""
-        return self._reduction.context(last=last)
+        return self._crossing.context(last=last)
 
     def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:
         """As many as the rank with the most micro-batches has more.
@@ -146,7 +146,7 @@ class PlaceholderReduction(Reduction):
         Collective where the choice of placeholders is, and in every update if the loaders have no length.
         """
         self._has_placeholder, self._without_gradient = self._placeholders.choose(group), None
-        without_placeholders = self._reduction.num_placeholders(group, max_micro_batches)  # which also begins the update
+        without_placeholders = self._crossing.num_placeholders(group, max_micro_batches)  # which also begins the update
         if not self._has_placeholder:
             return without_placeholders
         if max_micro_batches is None:
@@ -154,32 +154,32 @@ class PlaceholderReduction(Reduction):
         # where no rank has any, DDP still needs a backward, in which it reduces and before which the statistics leave
         return max(max_micro_batches - len(group), without_placeholders)
 
-    def run_placeholder(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
+    def take_part(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
         """Runs the forward of a placeholder. Collective, as the user's forward is."""
         if not self._has_placeholder:
-            return self._reduction.run_placeholder(loss_of)
-        if isinstance(self._reduction, DDPReduction):
-            return self._placeholders.loss(loss_of, gives_zeros=not self._reduction.tells_unused)
+            return self._crossing.take_part(loss_of)
+        if isinstance(self._crossing, DDPCrossing):
+            return self._placeholders.loss(loss_of, gives_zeros=not self._crossing.tells_unused)
         if self._without_gradient is None:
             self._without_gradient = [parameter for parameter in self.module.parameters() if parameter.grad is None]
         return self._placeholders.loss(loss_of)
 
-    def begin(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients, loss: Tensor) -> None:
+    def start(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients, loss: Tensor) -> None:
         """As without placeholders."""
-        self._reduction.begin(outgoing, statistics, gradients, loss)
+        self._crossing.start(outgoing, statistics, gradients, loss)
 
-    def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor | None:
+    def finish(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor | None:
         """As without placeholders, whose zeros are taken away before. Waits for the device if there was a placeholder."""
         before, self._without_gradient = self._without_gradient or (), None
         touched = [parameter for parameter in before if parameter.grad is not None]
         for parameter, is_zero in zip(touched, _are_zero([parameter.grad for parameter in touched]), strict=True):
             if is_zero:
                 parameter.grad = None
-        return self._reduction.end(outgoing, statistics, gradients)
+        return self._crossing.finish(outgoing, statistics, gradients)
 
-    def finish(self, *, applied: bool) -> None:
+    def close(self, *, applied: bool) -> None:
         """Tells the placeholders."""
-        self._placeholders.finish(applied=applied)
+        self._placeholders.close(applied=applied)
 
 
 def _are_zero(gradients: Sequence[Any]) -> list[bool]:

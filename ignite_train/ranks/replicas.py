@@ -20,13 +20,13 @@ from ignite_train.model.gradients import Gradients
 from ignite_train.model.memory_layout import as_gradient_of, gradient_dtype
 from ignite_train.model.sparse_parameters import sparse_parameters
 from ignite_train.ranks import collectives
+from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.messages import Outgoing
-from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.sparse_rows import SparseRows
 from ignite_train.ranks.statistics import Statistics
 from ignite_train.ranks.unlike_ranks import described_parameters, refuse_unlike_ranks
 
-__all__ = ["ExplicitReduction", "LocalReduction", "SmallReplicas", "buckets", "mean_over_ranks"]
+__all__ = ["LocalCrossing", "ReplicasCrossing", "SmallReplicasCrossing", "buckets", "mean_over_ranks", "unflatten"]
 
 T = TypeVar("T", bound=Tensor)
 
@@ -37,7 +37,7 @@ _BUCKET_BYTES = 25 * 2**20  # DDP's default
 _TAIL_ELEMENTS = 2**14  # how much of the gradient travels beside the statistics, in float64
 
 
-class ExplicitReduction(Reduction):
+class ReplicasCrossing(Crossing):
     """Sums gradients over ranks after the last backward, in buckets; a vector of its own carries the statistics too.
 
     No collective is issued before every rank is done with its micro-batches, so whatever happens to one of them in forward or
@@ -60,7 +60,7 @@ class ExplicitReduction(Reduction):
         self._dtypes: list[torch.dtype | None] = []  # of their gradients; None: of any
         self._compared = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
 
-    def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:
+    def finish(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:
         """Sums gradients and statistics; a parameter that no rank has a gradient for keeps none."""
         self._make_plan(gradients, statistics.device)
         here = [parameter.grad is not None for parameter in chain(self._tail, *self._buckets)]
@@ -134,7 +134,7 @@ class ExplicitReduction(Reduction):
                     )
 
 
-class SmallReplicas(ExplicitReduction):
+class SmallReplicasCrossing(ReplicasCrossing):
     """A `DistributedDataParallel` so small that all of its gradients travel beside the statistics, in one collective.
 
     DDP would reduce them in one bucket at the end of backward, which overlaps nothing, and the statistics would need a
@@ -142,7 +142,7 @@ class SmallReplicas(ExplicitReduction):
 
     Args:
         model: `ddp`, or what holds it.
-        ddp: the wrapped model; see `suits`.
+        ddp: the wrapped model; see `fits`.
     """
 
     may_drop_micro_batches = False  # as in any other DDP: what is allowed is not to depend on the size
@@ -156,7 +156,7 @@ class SmallReplicas(ExplicitReduction):
         )
 
     @staticmethod
-    def suits(ddp: DistributedDataParallel) -> bool:
+    def fits(ddp: DistributedDataParallel) -> bool:
         """Whether `ddp` is small, and does nothing but average gradients."""
         does_more = ddp._comm_hooks or ddp.parameters_to_ignore or ddp.mixed_precision is not None or ddp.static_graph
         has_buffers = ddp.broadcast_buffers and next(ddp.module.buffers(), None) is not None
@@ -197,7 +197,7 @@ class SmallReplicas(ExplicitReduction):
             reducer._reset_state()
 
 
-class LocalReduction(Reduction):
+class LocalCrossing(Crossing):
     """Leaves gradients on their rank, for an outer optimizer that makes the replicas equal from time to time.
 
     The packed statistics cross in each update all the same, so that all ranks know the loss, the logs and when to stop.
@@ -210,7 +210,7 @@ class LocalReduction(Reduction):
         super().__init__(model)
         _begin_alike(model)
 
-    def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:  # noqa: ARG002
+    def finish(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:  # noqa: ARG002
         """Sends the statistics. The norm is a placeholder: each rank has its own, which `LocalUpdate` takes and sends."""
         statistics.start(*outgoing)
         return 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 from torch import nn
@@ -12,33 +13,37 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ignite_train.arguments import one_of
 from ignite_train.carried import Carried
 from ignite_train.ranks import collectives
-from ignite_train.ranks.ddp import DDPReduction
-from ignite_train.ranks.fsdp import FSDPReduction, check_divide_factors
-from ignite_train.ranks.placeholders import PlaceholderReduction, Placeholders
-from ignite_train.ranks.reduction import NoReduction, Reduction
-from ignite_train.ranks.replicas import ExplicitReduction, LocalReduction, SmallReplicas
+from ignite_train.ranks.crossing import AloneCrossing, Crossing
+from ignite_train.ranks.data_ranks import DataRanks, data_ranks_of
+from ignite_train.ranks.ddp import DDPCrossing
+from ignite_train.ranks.fsdp import FSDPCrossing, check_divide_factors, spans_all_ranks
+from ignite_train.ranks.mesh import MeshCrossing
+from ignite_train.ranks.placeholders import PlaceholderCrossing, Placeholders
+from ignite_train.ranks.replicas import LocalCrossing, ReplicasCrossing, SmallReplicasCrossing
 
-__all__ = ["ReductionName", "own_parameters", "reduction_for", "unwrap"]
+__all__ = ["ReductionName", "crossing_for", "data_ranks_of_any", "own_parameters", "unwrap"]
 
 ReductionName = Literal["auto", "ddp", "explicit", "fsdp", "local"]
 
 
-def reduction_for(
+def crossing_for(
     model: nn.Module,
     name: ReductionName = "auto",
     *,
     accumulates: bool = True,
     in_step: bool = False,
     carried: Carried | None = None,
-) -> Reduction:
+    data_dims: Sequence[str] | None = None,
+) -> Crossing:
     """Chooses how the gradients of `model` cross ranks. Collective.
 
     Args:
-        model: a plain module, one in DistributedDataParallel, or one that `fully_shard` was applied to.
+        model: a plain module, one in DistributedDataParallel, one that `fully_shard` was applied to, or one with DTensors.
         name: `"auto"` is what the model is wrapped for; the others insist on one way.
         accumulates: whether an update may have several micro-batches.
         in_step: whether all ranks are to run forward equally often, those with less data on placeholders.
         carried: what forward carries from micro-batch to micro-batch.
+        data_dims: the names of the mesh dimensions over which samples differ; None where they can be found.
 
     Raises:
         TypeError: the model is wrapped in a way that cannot be right.
@@ -49,15 +54,24 @@ def reduction_for(
     carried = Carried() if carried is None else carried
     if isinstance(model, DataParallel):
         raise TypeError("model must not be a DataParallel, whose replicas are threads; run one process for each device instead")
+    data_ranks = data_ranks_of_any(model, data_dims)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return _sharded(model, name, carried)
-    reduction = _replicated(model, name, accumulates=accumulates)
+        return _sharded(model, name, Placeholders(model, carried), data_ranks)
+    if data_ranks.mesh is not None:
+        return _on_mesh(model, name, Placeholders(model, carried), data_ranks)
+    crossing = _replicated(model, name, accumulates=accumulates)
     if not in_step or collectives.world_size() == 1:
-        return reduction
-    return PlaceholderReduction(reduction, Placeholders(reduction.module, carried))
+        return crossing
+    return PlaceholderCrossing(crossing, Placeholders(crossing.module, carried))
 
 
-def _replicated(model: nn.Module, name: ReductionName, *, accumulates: bool) -> Reduction:
+def data_ranks_of_any(model: nn.Module, data_dims: Sequence[str] | None) -> DataRanks:
+    """Finds the data ranks of a model, however it is wrapped; see `data_ranks_of`."""
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    return data_ranks_of(model, data_dims, all_differ=sharded and spans_all_ranks(model))
+
+
+def _replicated(model: nn.Module, name: ReductionName, *, accumulates: bool) -> Crossing:
     if name == "fsdp":
         raise ValueError("model must be sharded for reduction='fsdp'; apply torch.distributed.fsdp.fully_shard to it")
     ddp = _find_ddp(model)
@@ -73,11 +87,11 @@ def _replicated(model: nn.Module, name: ReductionName, *, accumulates: bool) -> 
             )
         return _hooked(model, ddp, name)
     if collectives.world_size() == 1:
-        return NoReduction(model)
+        return AloneCrossing(model)
     if name == "explicit":
-        return ExplicitReduction(model)
+        return ReplicasCrossing(model)
     if name == "local":
-        return LocalReduction(model)
+        return LocalCrossing(model)
     raise ValueError(
         f"model must be wrapped to train on {collectives.world_size()} ranks, got a bare {type(model).__name__}; pass "
         "idist.auto_model(model) or DistributedDataParallel(model), or options=UpdateOptions(reduction='explicit')"
@@ -106,7 +120,20 @@ def own_parameters(model: nn.Module) -> list[str]:
     return [name for name, p in named if name in ddp.parameters_to_ignore and id(p) not in delayed]
 
 
-def _sharded(model: nn.Module, name: ReductionName, carried: Carried) -> FSDPReduction:
+def _on_mesh(model: nn.Module, name: ReductionName, placeholders: Placeholders, data_ranks: DataRanks) -> MeshCrossing:
+    if _find_ddp(model) is not None:
+        raise ValueError(
+            "model must be without DistributedDataParallel if some of its parameters are DTensors, which it does not reduce; "
+            "pass the module inside, with options=UpdateOptions(data_dims=...), or apply fully_shard to it"
+        )
+    if name not in ("auto", "explicit"):
+        raise ValueError(
+            f"reduction must be 'auto' or 'explicit' for a model with DTensors and without fully_shard, got {name!r}"
+        )
+    return MeshCrossing(model, placeholders, data_ranks)
+
+
+def _sharded(model: nn.Module, name: ReductionName, placeholders: Placeholders, data_ranks: DataRanks) -> FSDPCrossing:
     if name not in ("auto", "fsdp"):
         raise ValueError(f"reduction must be 'auto' or 'fsdp' for a model that fully_shard was applied to, got {name!r}")
     if isinstance(model, (nn.ModuleDict, nn.ModuleList)):
@@ -121,17 +148,11 @@ def _sharded(model: nn.Module, name: ReductionName, carried: Carried) -> FSDPRed
             f"model must have fully_shard applied to the root module, last, got one where {(whole or ['the root'])[0]!r} is "
             "not sharded; its gradient would not cross the ranks"
         )
-    num_ranks = max(parameter.device_mesh.size() for parameter in model.parameters() if isinstance(parameter, DTensor))
-    if num_ranks != collectives.world_size():
-        raise ValueError(
-            f"model must be sharded or replicated over all {collectives.world_size()} ranks, got a mesh of {num_ranks}; give "
-            "fully_shard a mesh of all ranks, of two dimensions if each shard must be on several of them"
-        )
     check_divide_factors(model)
-    return FSDPReduction(model, Placeholders(model, carried))
+    return FSDPCrossing(model, placeholders, data_ranks)
 
 
-def _hooked(model: nn.Module, ddp: DistributedDataParallel, name: ReductionName) -> Reduction:
+def _hooked(model: nn.Module, ddp: DistributedDataParallel, name: ReductionName) -> Crossing:
     remedy = "pass all of it without the wrapper and with options=UpdateOptions(reduction='explicit')"
     if isinstance(ddp.module, (nn.ModuleDict, nn.ModuleList)):
         raise TypeError(
@@ -144,12 +165,14 @@ def _hooked(model: nn.Module, ddp: DistributedDataParallel, name: ReductionName)
         raise ValueError(
             f"model must have all trainable parameters inside DistributedDataParallel, got {stray[0]!r} outside; {remedy}"
         )
-    reduction = DDPReduction(model, ddp)
-    if reduction.divisor != collectives.world_size():
+    crossing = DDPCrossing(model, ddp)
+    if crossing.averaged_over != collectives.world_size():
         raise ValueError(
-            f"model must be reduced over all {collectives.world_size()} ranks, got a process_group of {reduction.divisor}"
+            f"model must be reduced over all {collectives.world_size()} ranks, got a process_group of {crossing.averaged_over}"
         )
-    return SmallReplicas(model, ddp) if name == "auto" and SmallReplicas.suits(ddp) and reduction.divisor > 1 else reduction
+    if name == "auto" and crossing.averaged_over > 1 and SmallReplicasCrossing.fits(ddp):
+        return SmallReplicasCrossing(model, ddp)
+    return crossing
 
 
 def _find_ddp(model: nn.Module) -> DistributedDataParallel | None:

@@ -6,15 +6,14 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ignite_train.model.gradients import Gradients
+from ignite_train.model.gradients import Gradients, may_trust_norm
 from ignite_train.model.learning_rates import LearningRates
 from ignite_train.model.seeding import Seeding
 from ignite_train.model.step_watch import StepWatch
+from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.messages import Outgoing
-from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.statistics import Statistics, Totals
 from ignite_train.trainer import Trainer
-from ignite_train.update.decision import may_trust_norm
 from ignite_train.update.gather import Gather
 
 __all__ = ["Cross"]
@@ -33,14 +32,14 @@ class Cross:
     gather: Gather
     learning_rates: LearningRates
     watch: StepWatch
-    reduction: Reduction = field(init=False)
+    crossing: Crossing = field(init=False)
     statistics: Statistics = field(init=False)
     gradients: Gradients = field(init=False)
     seeding: Seeding | None = field(init=False)
 
     def __post_init__(self) -> None:
         gather = self.gather
-        self.reduction, self.statistics, self.gradients = gather.reduction, gather.statistics, gather.gradients
+        self.crossing, self.statistics, self.gradients = gather.crossing, gather.statistics, gather.gradients
         self.seeding = gather.passes.seeding
 
     def __call__(self, trainer: Trainer) -> Totals:
@@ -54,8 +53,8 @@ class Cross:
             self.seeding.step()
         for callback in trainer.moments.before_norm:
             callback(trainer)
-        totals = self.read(trainer, self.reduction.end(trainer.outgoing(), self.statistics, self.gradients))
-        return totals if self.watch.entered or may_trust_norm(totals) else self._with_scaled_norm(totals)
+        totals = self.read(trainer, self.crossing.finish(trainer.outgoing(), self.statistics, self.gradients))
+        return totals if self.watch.entered else self._with_norm(totals)
 
     def read(self, trainer: Trainer, norm: float | Tensor | None) -> Totals:  # noqa: ARG002  # an acceleration asks it
         """Reads the numbers, whose `norm` the reduction has given, in one transfer."""
@@ -68,8 +67,10 @@ class Cross:
 
     def again(self, outgoing: Outgoing) -> Totals:
         """Gives the numbers of another evaluation of the loss. Collective; waits for the device."""
-        totals = self.statistics.finish(self.reduction.end(outgoing, self.statistics, self.gradients))
-        return totals if may_trust_norm(totals) else self._with_scaled_norm(totals)
+        totals = self.statistics.finish(self.crossing.finish(outgoing, self.statistics, self.gradients))
+        return self._with_norm(totals)
 
-    def _with_scaled_norm(self, totals: Totals) -> Totals:
-        return totals._replace(norm=self.reduction.scaled_norm(self.gradients))
+    def _with_norm(self, totals: Totals) -> Totals:
+        if may_trust_norm(totals.norm) or totals.sample_size == 0:
+            return totals
+        return totals._replace(norm=self.crossing.norm(self.gradients))

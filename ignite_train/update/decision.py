@@ -12,9 +12,8 @@ from typing import NamedTuple
 from ignite_train.ranks.statistics import Totals
 from ignite_train.state import SkippedReason
 
-__all__ = ["EPSILON", "SMALLEST_NORM", "Decision", "Rules", "clip_coefficient", "decide", "decide_again", "may_trust_norm"]
+__all__ = ["EPSILON", "Decision", "Rules", "clip_coefficient", "decide", "decide_again"]
 
-SMALLEST_NORM = 2.0**-40  # below it squares that float32 cannot hold may be more than a rounding of their sum
 EPSILON = 1e-6  # as in torch's clip_grad_norm_
 
 
@@ -22,13 +21,13 @@ class Rules(NamedTuple):
     """What is the same for all updates of a trainer.
 
     Attributes:
-        divisor: what the ranks' sum of gradients was divided by when it was reduced.
+        averaged_over: what the ranks' sum of gradients was divided by when it was reduced.
         scales_loss: whether there is a loss scale that an overflow can lower, so that a non-finite gradient is an overflow.
         max_grad_norm: what to clip the norm to; None leaves the gradient alone.
         normalize: whether gradients are divided by Σsample_size.
     """
 
-    divisor: int = 1
+    averaged_over: int = 1
     scales_loss: bool = False
     max_grad_norm: float | None = None
     normalize: bool = True
@@ -59,7 +58,7 @@ class Decision(NamedTuple):
 def decide(totals: Totals, rules: Rules, loss_scale: float) -> Decision:
     """Decides.
 
-    The mean gradient is g · divisor / (loss_scale · Σsample_size), and clipping multiplies it by
+    The mean gradient is g · averaged_over / (loss_scale · Σsample_size), and clipping multiplies it by
     min(1, max_grad_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does.
 
     Args:
@@ -70,7 +69,7 @@ def decide(totals: Totals, rules: Rules, loss_scale: float) -> Decision:
     size = totals.sample_size
     if size == 0:
         return Decision(math.nan, math.nan, math.nan, 1.0, "no_samples")
-    mean_factor = rules.divisor / (loss_scale * (size if rules.normalize else 1.0))
+    mean_factor = rules.averaged_over / (loss_scale * (size if rules.normalize else 1.0))
     loss, norm = totals.loss / size, totals.norm * mean_factor
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return Decision(loss, norm, mean_factor, 1.0, "overflow" if rules.scales_loss else "nonfinite")
@@ -94,8 +93,3 @@ def decide_again(before: Decision, norm: float, rules: Rules) -> Decision:
 def clip_coefficient(norm: float, max_grad_norm: float | None) -> float:
     """What clips a gradient of this norm, as `torch.nn.utils.clip_grad_norm_` does."""
     return 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + EPSILON))
-
-
-def may_trust_norm(totals: Totals) -> bool:
-    """Whether float32 can have added up the squares of the gradients: none too large, and not all too small."""
-    return SMALLEST_NORM <= totals.norm < math.inf or totals.sample_size == 0

@@ -14,8 +14,8 @@ from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.events import TrainEvents
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.seeding import Seeding
+from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.messages import Outgoing
-from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.statistics import Statistics
 from ignite_train.trainer import Trainer
 from ignite_train.update.forward_backward import ForwardBackward
@@ -36,7 +36,7 @@ class Gather:
 
     Attributes:
         passes: forward and backward of a micro-batch.
-        reduction: how gradients cross ranks.
+        crossing: how gradients cross ranks.
         statistics: adds up what forward returns.
         gradients: of the trainer's optimizers.
         recovery: takes back what has run out of memory.
@@ -44,7 +44,7 @@ class Gather:
     """
 
     passes: ForwardBackward
-    reduction: Reduction
+    crossing: Crossing
     statistics: Statistics
     gradients: Gradients
     recovery: RecoverFromOutOfMemory | None = None
@@ -64,13 +64,13 @@ class Gather:
             trainer: fires the events.
             group: the micro-batches of this rank; empty where its data has run out while others have some.
         """
-        passes, recovery, reduction, gradients = self.passes, self.recovery, self.reduction, self.gradients
+        passes, recovery, crossing, gradients = self.passes, self.recovery, self.crossing, self.gradients
         state, done = trainer.state, self.begin(trainer, group)
         for number, micro_batch in enumerate(islice(group, done, None), start=done + 1):
             last = number == len(group) + self.num_placeholders  # whose number is right by now, see ArrivingGroup
             self.begin_micro_batch(trainer, number - 1)
             # DDP asks in forward already whether this backward will reduce, so the context covers both.
-            with reduction.context(last=last):
+            with crossing.context(last=last):
                 # One part, unless the micro-batch had to be cut to fit into memory.
                 for part in (micro_batch,) if recovery is None else recovery.parts(micro_batch):
                     with _NOTHING if recovery is None else recovery.attempt(part):
@@ -78,13 +78,13 @@ class Gather:
                         self.statistics.add(state.forward_output)
                         if self._is_guarded or trainer.handlers_token is not self._chosen_by:
                             self._fire(trainer, _FORWARD_COMPLETED)
-                        if number < len(group):
+                        if passes.transfer is not None and number < len(group):
                             # Asked for now, so that it is copied while backward runs.
                             passes.transfer.ahead(group[number])
                         trainer.begin_section("backward")
-                        if last and not reduction.may_drop_micro_batches:
+                        if last and not crossing.may_drop_micro_batches:
                             # All sums are known before backward. Sent now, they arrive while it runs, ahead of its gradients.
-                            reduction.begin(trainer.outgoing(), self.statistics, gradients, state.forward_output.loss)
+                            crossing.start(trainer.outgoing(), self.statistics, gradients, state.forward_output.loss)
                         passes.run_backward(passes.scaled(state.forward_output.loss), **passes.backward_settings)
                         # The next backward adds to these gradients in place, which must not reach those of another parameter.
                         gradients.separate()
@@ -104,7 +104,7 @@ class Gather:
         if self._seeding is not None and isinstance(group, ArrivingGroup):
             group.drawing = self._seeding.outside
         self.passes.begin(group)
-        self.num_placeholders = self.reduction.num_placeholders(group, trainer.data.max_micro_batches)
+        self.num_placeholders = self.crossing.num_placeholders(group, trainer.data.max_micro_batches)
         return 0
 
     def begin_micro_batch(self, trainer: Trainer, index: int) -> None:
@@ -130,11 +130,11 @@ class Gather:
             if self._seeding is not None:
                 self._seeding.micro_batch(number - 1, evaluation)
             last = number == len(group) + self.num_placeholders
-            with self.reduction.context(last=last):
+            with self.crossing.context(last=last):
                 output = passes.forward(micro_batch)
                 self.statistics.add(output)
                 if last:
-                    self.reduction.begin(outgoing, self.statistics, self.gradients, output.loss)
+                    self.crossing.start(outgoing, self.statistics, self.gradients, output.loss)
                 passes.backward(output)
                 self.gradients.separate()
         state.micro_batch_in_group = None
@@ -163,10 +163,10 @@ class Gather:
 
     def _run_placeholder(self, outgoing: Outgoing, *, last: bool) -> None:
         """In place of a micro-batch that this rank does not have: joins the collectives of the other ranks, in their order."""
-        with self.reduction.context(last=last):
-            zero = self.reduction.run_placeholder(lambda micro_batch: self.passes.forward(micro_batch).loss)
+        with self.crossing.context(last=last):
+            zero = self.crossing.take_part(lambda micro_batch: self.passes.forward(micro_batch).loss)
             if self.passes.awaits_size:
                 self.passes.agree_on_scale(0.0)
             if last:
-                self.reduction.begin(outgoing, self.statistics, self.gradients, zero)
+                self.crossing.start(outgoing, self.statistics, self.gradients, zero)
             torch.autograd.backward(zero)

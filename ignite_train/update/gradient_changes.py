@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from ignite_train.events import TrainEvents
 from ignite_train.model.gradients import Gradients
-from ignite_train.ranks.reduction import Reduction
+from ignite_train.ranks.crossing import Crossing
 from ignite_train.trainer import Trainer
-from ignite_train.update.decision import SMALLEST_NORM, Decision, Rules, decide_again
+from ignite_train.update.decision import Decision, Rules, decide_again
 from ignite_train.update.handler_guard import HandlerGuard
 
-__all__ = ["GradientChanges", "trusted_norm"]
+__all__ = ["GradientChanges"]
 
 _GRADIENTS_REDUCED = TrainEvents.GRADIENTS_REDUCED  # looked up once: asked for in each update
 
@@ -28,7 +28,7 @@ class GradientChanges:
     """
 
     gradients: Gradients
-    reduction: Reduction
+    crossing: Crossing
     guard: HandlerGuard
     rules: Rules
     _has_logged: bool = False
@@ -58,14 +58,5 @@ class GradientChanges:
         with self.guard.no_step("a handler of GRADIENTS_REDUCED"):
             trainer.fire_event(_GRADIENTS_REDUCED)
         self.gradients.refuse_dropped("GRADIENTS_REDUCED")
-        norm = trusted_norm(self.reduction, self.gradients)
+        norm = self.crossing.norm(self.gradients)
         return decide_again(decision, norm, self.rules)
-
-
-def trusted_norm(reduction: Reduction, gradients: Gradients) -> float:
-    """The norm of reduced gradients as they are, also where float32 cannot hold their squares. Waits for the device.
-
-    Collective, where the norm is.
-    """
-    norm = float(reduction.norm(gradients))  # sync
-    return norm if SMALLEST_NORM <= norm < float("inf") else reduction.scaled_norm(gradients)

@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ignite_train.carried import Carried
-from ignite_train.device.to_device import ToDevice
 from ignite_train.model.buffer_rollback import BufferRollback
-from ignite_train.model.gradients import Gradients
-from ignite_train.model.seeding import Seeding
 from ignite_train.model.step_watch import StepWatch
-from ignite_train.ranks.statistics import Statistics
 from ignite_train.state import TrainState
 from ignite_train.trainer import Trainer
 from ignite_train.update.loss_scaling import LossScaling
-from ignite_train.update.nonfinite_search import NonFiniteSearch
 
-__all__ = [
-    "Buffers",
-    "CarriedValues",
-    "Cleared",
-    "Counters",
-    "End",
-    "Ending",
-    "Journal",
-    "Leftovers",
-    "Part",
-    "RandomNumbers",
-    "Scale",
-    "Seeds",
-]
+__all__ = ["COUNTED", "FINITE", "Buffers", "Counters", "End", "Ending", "Journal", "Part", "Scale"]
 
 
 class End(Enum):
@@ -51,39 +32,35 @@ FINITE = MOVED | {End.NO_SAMPLES}
 COUNTED = FINITE | {End.SKIPPED}
 
 
-class Ending(NamedTuple):
-    """How an update has ended.
+@dataclass(slots=True)
+class Ending:
+    """How the running update has ended.
 
     Attributes:
-        end: on this rank.
+        end: on this rank; None while it runs.
         applied: on all ranks. With `reduction="local"` an update is applied although this rank has skipped it alone, and the
             counters and the loss scale follow that.
     """
 
-    end: End
-    applied: bool
+    end: End | None = None
+    applied: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One thing that an update changes. The journal holds its marks.
+    """One thing that an update changes: three functions, each of which may be missing. What it was is remembered by the part.
 
     Attributes:
         kept_at: the ends at which the change is kept; at the others it is put back.
-        is_idle: whether `mark` and `keep` have nothing to do, so that only `put_back` is called. After a change of it the
-            journal has to `choose` again.
+        mark: remembers what there is. Also the place to begin from a clean state.
+        keep: lets the change stand, and does what follows from the end.
+        put_back: leaves what was there at the mark.
     """
 
     kept_at: frozenset[End] = frozenset(End)
-    is_idle = False
-
-    def mark(self) -> Any:
-        """Gives what `put_back` needs. Also the place to begin from a clean state."""
-
-    def keep(self, mark: Any, ending: Ending) -> None:
-        """Lets the change stand, and does what follows from the end."""
-
-    def put_back(self, mark: Any, ending: Ending) -> None:
-        """Leaves what was there at the mark."""
+    mark: Callable[[], object] | None = None
+    keep: Callable[[], object] | None = None
+    put_back: Callable[[], object] | None = None
 
 
 class Journal:
@@ -93,132 +70,89 @@ class Journal:
     way that the first of them were.
 
     Args:
-        parts: what is marked at the beginning of each update. They end in this order: those that count come first.
         steps: whether the parameters of this rank have moved.
+
+    Attributes:
+        ending: of the running update.
     """
 
-    def __init__(self, parts: Sequence[Part], steps: StepWatch) -> None:
-        self.parts, self.steps = tuple(parts), steps
-        self.choose()
-        self._marks: list[Any] = []
-        self._ending: Ending | None = None
-        self._left: Iterator[tuple[int, Callable[..., None]]] = iter(())
+    def __init__(self, steps: StepWatch) -> None:
+        self._steps, self.ending = steps, Ending()
+        self._left: Iterator[Callable[[], object]] = iter(())
+        self.choose(())
 
-    def choose(self) -> None:
-        """Sorts out what is called: a small model's update takes less time than asking each part what it does at each end."""
-        parts = self.parts
-        self._markers = [(index, one.mark) for index, one in enumerate(parts) if _is_own(one, "mark") and not one.is_idle]
-        self._enders = {end: [*_enders(parts, end)] for end in End}
+    def choose(self, parts: Sequence[Part]) -> None:
+        """Takes what is marked at the beginning of each update. They end in this order: those that count come first."""
+        self._marks = [part.mark for part in parts if part.mark is not None]
+        chosen = {end: [part.keep if end in part.kept_at else part.put_back for part in parts] for end in End}
+        self._ends = {end: [function for function in functions if function is not None] for end, functions in chosen.items()}
 
     def __enter__(self) -> Journal:
-        self._ending, self._left = None, iter(())
-        self._marks = marks = [None] * len(self.parts)
-        self.steps.begin()
-        for index, mark in self._markers:
-            marks[index] = mark()
+        self.ending.end, self._left = None, iter(())
+        self._steps.begin()
+        for mark in self._marks:
+            mark()
         return self
 
-    @property
-    def moved(self) -> bool:
-        """Whether the update has moved parameters on this rank."""
-        return self.steps.moved
-
-    def close(self, ending: Ending) -> None:
+    def close(self, end: End, *, applied: bool) -> None:
         """Ends the update."""
-        self._left, self._ending = iter(self._enders[ending.end]), ending
-        marks = self._marks
-        for index, end in self._left:  # where one raises, `__exit__` ends the others
-            end(marks[index], ending)
+        self.ending.end, self.ending.applied, self._left = end, applied, iter(self._ends[end])
+        for function in self._left:  # where one raises, `__exit__` ends the others
+            function()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            if self._ending is None:
-                moved = self.steps.moved
-                self._ending = Ending(End.BROKEN_AFTER if moved else End.BROKEN_BEFORE, applied=moved)
-                self._left = iter(self._enders[self._ending.end])
-                if (note := self.steps.half_made()) is not None:
-                    error.add_note(note)
-            self._end_parts(self._ending)
-        self._marks = []
+        if error is None:
+            return
+        if self.ending.end is None:
+            moved = self._steps.moved
+            end = End.BROKEN_AFTER if moved else End.BROKEN_BEFORE
+            self.ending.end, self.ending.applied, self._left = end, moved, iter(self._ends[end])
+            if (note := self._steps.half_made()) is not None:
+                error.add_note(note)
+        self._end_parts()
 
-    def _end_parts(self, ending: Ending) -> None:
+    def _end_parts(self) -> None:
         """Ends those that are left."""
-        marks = self._marks
         try:
-            for index, end in self._left:
-                end(marks[index], ending)
+            for function in self._left:
+                function()
         except BaseException:
-            self._end_parts(ending)
+            self._end_parts()
             raise
 
 
-def _enders(parts: Sequence[Part], end: End) -> Iterator[tuple[int, Callable[..., None]]]:
-    for index, part in enumerate(parts):
-        name = "keep" if end in part.kept_at else "put_back"
-        if _is_own(part, name) and not (part.is_idle and name == "keep"):
-            yield index, part.keep if name == "keep" else part.put_back
+# --- parts that belong to no object of their own ------------------------------------------------------------------------------
 
 
-def _is_own(part: Part, name: str) -> bool:
-    """Whether the class of the part does anything there."""
-    return name in {key for kind in type(part).__mro__ if issubclass(kind, Part) and kind is not Part for key in vars(kind)}
-
-
-# --- the parts ----------------------------------------------------------------------------------------------------------------
-
-
-class Counters(Part):
+class Counters:
     """The counters of the trainer's state, and whether its iteration has had its effect. Nothing else counts steps.
 
     Attributes:
-        trainer: whose update is about to be marked. The mark takes it, so that it is held no longer than the update runs.
+        trainer: whose update is about to be marked. It is held no longer than the update runs.
     """
 
-    kept_at = COUNTED
-
-    def __init__(self, state: TrainState) -> None:
-        self._state = state
+    def __init__(self, state: TrainState, ending: Ending) -> None:
+        self._state, self._ending, self._before = state, ending, 0
         self.trainer: Trainer | None = None
 
-    def mark(self) -> tuple[Trainer, int]:
-        """The trainer, and its number of micro-batches."""
+    def mark(self) -> None:
+        """Remembers the number of micro-batches."""
+        self._before = self._state.num_micro_batches
+
+    def keep(self) -> None:
+        """Counts the update."""
         trainer, self.trainer = self.trainer, None
         assert trainer is not None  # noqa: S101  # the update has set it
-        return trainer, self._state.num_micro_batches
+        trainer.progress.settled = True
+        self._state.num_steps += self._ending.applied
+        self._state.num_skipped += not self._ending.applied
 
-    def keep(self, mark: tuple[Trainer, int], ending: Ending) -> None:
-        """Counts the update."""
-        mark[0].progress.settled = True
-        self._state.num_steps += ending.applied
-        self._state.num_skipped += not ending.applied
-
-    def put_back(self, mark: tuple[Trainer, int], ending: Ending) -> None:  # noqa: ARG002
+    def put_back(self) -> None:
         """Forgets the micro-batches of an update that is repeated."""
-        self._state.num_micro_batches = mark[1]
+        self.trainer, self._state.num_micro_batches = None, self._before
 
 
-class CarriedValues(Part):
-    """What forward carries from micro-batch to micro-batch."""
-
-    kept_at = FINITE
-
-    def __init__(self, carried: Carried) -> None:
-        self._carried = carried
-
-    def mark(self) -> None:
-        """Has them copied."""
-        self._carried.begin_update()
-
-    def keep(self, mark: None, ending: Ending) -> None:  # noqa: ARG002
-        """Keeps what the update has made of them."""
-        self._carried.end_update()
-
-    def put_back(self, mark: None, ending: Ending) -> None:  # noqa: ARG002
-        """Goes back to the copies."""
-        self._carried.roll_back()
-
-
-class Buffers(Part):
+class Buffers:
     """The model's buffers. A forward that was not finite has spoilt running statistics; one that is repeated moves them again.
 
     Args:
@@ -229,8 +163,6 @@ class Buffers(Part):
         are_marked: the same; a `Checkpoint` sets it.
         are_spoilt: whether an update was broken off that has changed them without a mark.
     """
-
-    kept_at = FINITE
 
     def __init__(self, module: nn.Module, *, are_marked: bool) -> None:
         self._module, self.are_marked, self.are_spoilt = module, are_marked, False
@@ -243,120 +175,46 @@ class Buffers(Part):
         """Whether the next update finds out what forward does to them."""
         return self._move is None and not self.are_marked
 
-    @property
-    def is_idle(self) -> bool:  # type: ignore[override]  # an attribute of those in which it never changes
-        """Whether it is known what forward does to them, and nothing is copied."""
-        return self._move is not None and not self.are_marked
-
-    def mark(self) -> bool:
-        """Copies them, if that is needed; and notes in the first update whether forward changes them at all."""
+    def part(self) -> Part:
+        """What is to be done in each update. Asked again while `is_looking`, and when `are_marked` has changed."""
         if self.are_marked:
-            self._rollback.mark()
-        elif self._move is None:
-            self._versions = self._look()
-        return self.are_marked
+            return Part(kept_at=FINITE, mark=self._rollback.mark, put_back=self._rollback.roll_back)
+        if self._move is None:
+            return Part(kept_at=FINITE, mark=self._look, keep=self._learn, put_back=self._note_if_moved)
+        return Part(kept_at=FINITE, put_back=self._note)
 
-    def keep(self, mark: bool, ending: Ending) -> None:  # noqa: ARG002, FBT001
-        """Lets them stand."""
-        if self._versions is not None:
-            self._move, self._versions = self._have_moved(), None
+    def _look(self) -> None:
+        self._versions = self._now()
 
-    def put_back(self, mark: bool, ending: Ending) -> None:  # noqa: ARG002, FBT001
-        """Puts them back, or notes that this cannot be done."""
-        if mark:
-            self._rollback.roll_back()
-        elif self._move or (self._versions is not None and self._have_moved()):
-            self.are_spoilt = True
+    def _learn(self) -> None:
+        self._move = self._have_moved()
 
-    def _look(self) -> list[tuple[Tensor, int]]:
+    def _note_if_moved(self) -> None:
+        self.are_spoilt |= self._have_moved()
+
+    def _note(self) -> None:
+        """Notes that they cannot be put back."""
+        self.are_spoilt |= bool(self._move)
+
+    def _now(self) -> list[tuple[Tensor, int]]:
         return [(buffer, -1 if buffer.is_inference() else buffer._version) for buffer in self._module.buffers()]
 
     def _have_moved(self) -> bool:
-        before, now = self._versions or [], self._look()
+        before, now = self._versions or [], self._now()
+        self._versions = None
         pairs = zip(before, now, strict=False)
         return len(before) != len(now) or any(one is not other or old != new for (one, old), (other, new) in pairs)
 
 
-class Cleared(Part):
-    """The gradients, which no end leaves behind, but for a step that is to."""
-
-    def __init__(self, gradients: Gradients, *, are_kept: bool) -> None:
-        self._gradients, self._are_kept = gradients, are_kept
-
-    def mark(self) -> None:
-        """Drops what something else than an update has left."""
-        self._gradients.clear_stale()
-
-    def keep(self, mark: None, ending: Ending) -> None:  # noqa: ARG002
-        """Clears them."""
-        if not (self._are_kept and ending.end is End.STEPPED):
-            self._gradients.clear()
-
-
-class Leftovers(Part):
-    """What an update needs only while it runs, and has dropped itself unless it was broken off.
-
-    Args:
-        state: of the trainer.
-        transfer: may have copied the next micro-batch.
-        statistics: the sums; others may be added.
-    """
-
-    kept_at = frozenset({End.STEPPED, End.SKIPPED, End.NO_SAMPLES})
-
-    def __init__(self, state: TrainState, transfer: ToDevice, statistics: Statistics) -> None:
-        self._state, self._transfer, self.statistics = state, transfer, [statistics]
-
-    def put_back(self, mark: None, ending: Ending) -> None:  # noqa: ARG002
-        """Drops it."""
-        self._state.forward_output = self._state.micro_batch_in_group = None
-        for statistics in self.statistics:
-            statistics.reset()
-        self._transfer.forget()
-
-
-class RandomNumbers(Part):
-    """The random state before forward, where it was remembered: an update that is repeated draws the same numbers."""
-
-    kept_at = COUNTED
-
-    def __init__(self, search: NonFiniteSearch, loss_scaling: LossScaling) -> None:
-        self._search, self._loss_scaling = search, loss_scaling
-
-    def mark(self) -> None:
-        """Has it remembered, where the update may be run again."""
-        self._search.mark(self._loss_scaling.scale)
-
-    def put_back(self, mark: None, ending: Ending) -> None:  # noqa: ARG002
-        """Goes back to it."""
-        self._search.put_back()
-
-
-class Seeds(Part):
-    """The random numbers of an update that are a function of a seed. The update begins them, when it is in the journal."""
-
-    def __init__(self, search: NonFiniteSearch, loss_scaling: LossScaling, seeding: Seeding) -> None:
-        self._search, self._loss_scaling, self._seeding = search, loss_scaling, seeding
-
-    def begin(self, update: int) -> None:
-        """Seeds the generators for the update of this number."""
-        self._seeding.begin(update)
-        self._search.mark(self._loss_scaling.scale)
-
-    def keep(self, mark: None, ending: Ending) -> None:  # noqa: ARG002
-        """Gives the generators back."""
-        self._seeding.end()
-
-
-class Scale(Part):
+class Scale:
     """The loss scale. It changes when the update has ended, since backward and step must use the same one."""
 
-    def __init__(self, loss_scaling: LossScaling) -> None:
-        self._loss_scaling, self._is_told = loss_scaling, False
+    def __init__(self, loss_scaling: LossScaling, ending: Ending) -> None:
+        self._loss_scaling, self._ending, self._was_overflow = loss_scaling, ending, False
 
     def mark(self) -> None:
-        """It has not been told of this update."""
-        self._is_told = False
+        """There was no overflow so far."""
+        self._was_overflow = False
 
     @property
     def now(self) -> float:
@@ -365,12 +223,11 @@ class Scale(Part):
 
     def overflow(self) -> bool:
         """Tells it of an overflow; gives whether the scale fell. It may raise a `LossScaleFloorError`."""
-        self._is_told, before = True, self._loss_scaling.scale
+        self._was_overflow, before = True, self._loss_scaling.scale
         self._loss_scaling.update(overflow=True)
         return self._loss_scaling.scale < before
 
-    def keep(self, mark: None, ending: Ending) -> None:  # noqa: ARG002
+    def keep(self) -> None:
         """Tells it that there was none."""
-        if not self._is_told and (ending.applied or ending.end is End.SKIPPED):
-            self._is_told = True
+        if not self._was_overflow and (self._ending.applied or self._ending.end is End.SKIPPED):
             self._loss_scaling.update(overflow=False)

@@ -15,8 +15,7 @@ from ignite_train.ranks.statistics import Statistics, Totals
 from ignite_train.state import SkippedReason, UpdateOutput
 from ignite_train.trainer import Trainer
 from ignite_train.update.decision import Decision
-from ignite_train.update.gradient_changes import trusted_norm
-from ignite_train.update.journal import End, Ending
+from ignite_train.update.journal import End
 from ignite_train.update.update import Update
 from ignite_train.update.weak_method import WeakMethod
 
@@ -90,7 +89,7 @@ class LocalUpdate(Update):
 
     def _decide_alone(self, totals: Totals) -> Decision:
         """Decides about the step of this rank, from its sums."""
-        norm = trusted_norm(self.gather.reduction, self.gather.gradients) if totals.sample_size > 0 else 0.0
+        norm = self.gather.crossing.norm(self.gather.gradients) if totals.sample_size > 0 else 0.0
         return super().decide(self._trainer, totals._replace(norm=norm))
 
     def decide(self, trainer: Trainer, totals: Totals) -> Decision:  # noqa: ARG002
@@ -123,12 +122,12 @@ class LocalUpdate(Update):
         micro_batches: Sequence[Any],
         decision: Decision,  # noqa: ARG002  # that of all ranks
         output: UpdateOutput,
-    ) -> tuple[UpdateOutput, Ending]:
+    ) -> tuple[End, bool]:
         """Steps along the gradients of this rank, or changes nothing on it. No step is ever queued."""
         own, update, applied = self._own.decision, trainer.state.iteration, output.applied
         if self.loss_scaling.enabled and self._own.num_not_finite > 0:
             scale_fell = self.policy.lower_scale(micro_batches, self.gather.num_placeholders, output)
-            self.policy.failures.count(update, output, scale_fell=scale_fell)
+            self.policy.count(update, output, scale_fell=scale_fell)
         else:
             # A norm of other ranks does not say what is wrong on this one.
             told = output if applied else replace(output, grad_norm=math.nan)
@@ -137,10 +136,10 @@ class LocalUpdate(Update):
             self._warn_of_skipping_ranks(update)
         if own.skipped_reason is None:
             self.take_step(own, output)
-        self.gather.reduction.finish(applied=own.skipped_reason is None)
+        self.gather.crossing.close(applied=own.skipped_reason is None)
         self._note_that_replicas_differ(trainer, applied=applied)
         end = End.STEPPED if own.skipped_reason is None else End.SKIPPED
-        return output, Ending(End.NO_SAMPLES if own.skipped_reason == "no_samples" else end, applied=applied)
+        return End.NO_SAMPLES if own.skipped_reason == "no_samples" else end, applied
 
     def _note_that_replicas_differ(self, trainer: Trainer, *, applied: bool) -> None:
         if applied:

@@ -16,8 +16,8 @@ from ignite_train.model.gradients import Gradients
 from ignite_train.model.nonfinite import find_nonfinite
 from ignite_train.model.random_state import RandomState
 from ignite_train.ranks import collectives
+from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.rank_vote import RankVote
-from ignite_train.ranks.reduction import Reduction
 from ignite_train.update.loss_scaling import LossScaling, scale_near_floor
 
 __all__ = ["NonFiniteSearch"]
@@ -36,7 +36,7 @@ class NonFiniteSearch:
     not be found.
 
     Args:
-        reduction: has the model without a wrapper, and runs placeholders.
+        crossing: has the model without a wrapper, and runs placeholders.
         gradients: dropped by a search.
         carried: what forward carries.
         forward: the user's.
@@ -54,7 +54,7 @@ class NonFiniteSearch:
     def __init__(
         self,
         *,
-        reduction: Reduction,
+        crossing: Crossing,
         gradients: Gradients,
         carried: Carried,
         forward: BoundForward,
@@ -62,20 +62,20 @@ class NonFiniteSearch:
         raises: bool,
         loss_scaling: LossScaling,
     ) -> None:
-        self._reduction, self.gradients, self._carried, self._loss_of = reduction, gradients, carried, loss_of
-        self._forward_state, self._vote = ForwardState(reduction.module, carried, forward), RankVote()
+        self._crossing, self.gradients, self._carried, self._loss_of = crossing, gradients, carried, loss_of
+        self._forward_state, self._vote = ForwardState(crossing.module, carried, forward), RankVote()
         self._draws: RandomState | None = None  # of the beginning of the update
         if loss_scaling.enabled:
             self._largest_scale = scale_near_floor(loss_scaling)
         else:
             self._largest_scale = math.inf if raises else 0.0
         self.forward_draws, self.marks_always = True, False
-        self._is_marked = False
+        self._loss_scaling, self._is_marked = loss_scaling, False
 
-    def mark(self, loss_scale: float) -> None:
-        """Remembers the state before an update at this loss scale, if a search in it is possible. Forgets the one before."""
+    def mark(self) -> None:
+        """Remembers the state before an update, if a search in it is possible. Forgets the one before."""
         self._is_marked = False
-        if self.forward_draws and (loss_scale <= self._largest_scale or self.marks_always):
+        if self.forward_draws and (self._loss_scaling.scale <= self._largest_scale or self.marks_always):
             self._draws = self._forward_state.mark_draws()
             self._is_marked = True
 
@@ -114,14 +114,14 @@ class NonFiniteSearch:
 
     def _replay(self, micro_batches: Sequence[Any], num_placeholders: int) -> str | None:
         """What this rank finds. All that forward changes is put back."""
-        module, now = self._reduction.module, self._forward_state.mark()
+        module, now = self._crossing.module, self._forward_state.mark()
         if self.forward_draws and self._draws is not None:
             self._draws.restore()
         self._carried.rewind()
         self.gradients.clear()
         # On several ranks each goes through its whole group: forward may have collectives that this library cannot see.
         found = find_nonfinite(module, micro_batches, self._loss_of, all_of_them=collectives.world_size() > 1)
-        for _ in range(0 if self._reduction.forward_is_local else num_placeholders):
-            torch.autograd.backward(self._reduction.run_placeholder(self._loss_of))
+        for _ in range(0 if self._crossing.forward_is_local else num_placeholders):
+            torch.autograd.backward(self._crossing.take_part(self._loss_of))
         self._forward_state.put_back(now)
         return found

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ignite_train.model.gradients import PartedGradients
-from ignite_train.ranks.reduction import Reduction
+from ignite_train.ranks.crossing import Crossing
 from ignite_train.update.decision import Decision, clip_coefficient
-from ignite_train.update.gradient_changes import trusted_norm
 
 __all__ = ["NormLimits"]
 
@@ -23,18 +22,18 @@ class NormLimits:
     Attributes:
         limits: by the name of an optimizer; the gradients of one that is not in it are left alone.
         gradients: of all of them.
-        reduction: how gradients cross the ranks.
+        crossing: how gradients cross the ranks.
     """
 
     limits: Mapping[str, float]
     gradients: PartedGradients
-    reduction: Reduction
+    crossing: Crossing
 
     def __call__(self, decision: Decision) -> Decision:
         """Adds the norms and the coefficients to a decision, unless the update is skipped. Collective, where the norm is."""
         if decision.skipped_reason is not None:
             return decision
         parts = self.gradients.parts.items()
-        norms = {name: trusted_norm(self.reduction, part) * decision.mean_factor for name, part in parts}
+        norms = {name: self.crossing.norm(part) * decision.mean_factor for name, part in parts}
         coefficients = {name: clip_coefficient(norm, self.limits.get(name)) for name, norm in norms.items()}
         return decision._replace(grad_norms=norms, clip_coefficients=coefficients, clip_coefficient=min(coefficients.values()))

@@ -9,13 +9,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ignite_train.arguments import describe, settings_of
+from ignite_train.arguments import check_state_dict, describe, settings_of
 from ignite_train.events import TrainEvents
 from ignite_train.forward import Forward
 from ignite_train.model.forward_state import ForwardState
+from ignite_train.model.gradients import no_gradient_error
 from ignite_train.model.learning_rates import LearningRates
 from ignite_train.model.loss_declaration import without_first_look
-from ignite_train.ranks.statistics import Totals
+from ignite_train.model.seeding import Seeding
+from ignite_train.ranks.statistics import Statistics, Totals
 from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.trainer import Trainer
 from ignite_train.update.closure_step import ClosureStep
@@ -23,24 +25,12 @@ from ignite_train.update.cross import Cross
 from ignite_train.update.decision import Decision, Rules, decide
 from ignite_train.update.gather import Gather
 from ignite_train.update.gradient_changes import GradientChanges
-from ignite_train.update.journal import (
-    Buffers,
-    CarriedValues,
-    Cleared,
-    Counters,
-    End,
-    Ending,
-    Journal,
-    Leftovers,
-    RandomNumbers,
-    Scale,
-    Seeds,
-)
+from ignite_train.update.journal import COUNTED, FINITE, Buffers, Counters, End, Journal, Part, Scale
 from ignite_train.update.loss_scaling import LossScaling, NoLossScaling
 from ignite_train.update.nonfinite_search import NonFiniteSearch
 from ignite_train.update.norm_limits import NormLimits
 from ignite_train.update.options import UpdateOptions
-from ignite_train.update.skip_policy import FailuresInARow, SkipPolicy
+from ignite_train.update.skip_policy import SkipPolicy
 from ignite_train.update.stepper import OneStepper, Stepper
 from ignite_train.update.weak_method import WeakMethod
 
@@ -48,7 +38,7 @@ __all__ = ["Update"]
 
 _GRADIENTS_READY = TrainEvents.GRADIENTS_READY  # looked up once: asked for in each update
 _NOTHING = nullcontext()
-_STEPPED = Ending(End.STEPPED, applied=True)
+_ENDED_ITSELF = frozenset({End.STEPPED, End.SKIPPED, End.NO_SAMPLES})
 
 
 @dataclass(kw_only=True)
@@ -82,10 +72,11 @@ class Update:
     policy: SkipPolicy = field(init=False)
     search: NonFiniteSearch = field(init=False)
     buffers: Buffers = field(init=False)
-    leftovers: Leftovers = field(init=False)
+    statistics: list[Statistics] = field(init=False)
     _counters: Counters = field(init=False)
+    _scale: Scale = field(init=False)
     _gradient_changes: GradientChanges = field(init=False)
-    _seeds: Seeds | None = None
+    _seeding: Seeding | None = field(init=False)
     _closure_step: ClosureStep | None = None
     _chosen_by: object = None  # the token of the handlers for which the flag below was chosen
     _is_shown: bool = False  # whether GRADIENTS_READY has handlers
@@ -106,39 +97,39 @@ class Update:
         self._counters.trainer = trainer
         with self.journal as journal:
             try:
-                self._begin()
+                if self._seeding is not None:  # here, where the journal gives the generators back
+                    self._seeding.begin(self.state.iteration)
+                    self.search.mark()
+                if self._closure_step is not None:
+                    self._closure_step.mark()
                 self.gather(trainer, micro_batches)
                 totals = self.cross(trainer)
                 decision = self.decide(trainer, totals)
                 output = self._show(trainer, totals, decision)
                 trainer.begin_section("optimizer")
-                output, ending = self.step(trainer, micro_batches, decision, output)
+                end, applied = self.step(trainer, micro_batches, decision, output)
             except BaseException as error:
                 is_forward = self.state.micro_batch_in_group is not None
                 may_advise = is_forward and self.gather.recovery is None
                 self.policy.explain(error, micro_batches, may_advise=may_advise)
                 raise
-            journal.close(ending)
+            journal.close(end, applied=applied)
         # The update has ended: an error in a handler below cannot undo it, and no retry makes it twice.
-        trainer.finish_update(totals.requests, applied=ending.applied)
+        trainer.finish_update(totals.requests, applied=applied)
         return self.state.output
-
-    def _begin(self) -> None:
-        if self._seeds is not None:
-            self._seeds.begin(self.state.iteration)
-        if self._closure_step is not None:
-            self._closure_step.mark()
 
     def decide(self, trainer: Trainer, totals: Totals) -> Decision:
         """Decides from reduced numbers only, so that all ranks decide alike; and again if handlers change the gradients."""
         if totals.log_weights:
             self.gather.passes.terms.check(totals)
-        has_moved = self.stepper.watch.entered  # by an acceleration, where nothing stands between
-        if totals.sample_size > 0 and not has_moved:
-            self.gather.gradients.check()
+        # An acceleration has moved the parameters already, where nothing stands between.
+        if not self.gather.gradients.kinds and totals.sample_size > 0 and not self.stepper.watch.entered:
+            raise no_gradient_error()
         decision = decide(totals, self.rules, self.loss_scaling.scale)
         # Whether some rank has a handler of GRADIENTS_REDUCED, so that all of them do the same arithmetic.
         if totals.requests.changes_gradients:
+            # They read loss and sample sizes of this update; what they leave of the gradients makes another record.
+            trainer.state.update_output = Update.make_record(self, totals, decision)
             decision = self._gradient_changes(trainer, decision)
         return decision if self.norm_limits is None else self.norm_limits(decision)
 
@@ -151,8 +142,8 @@ class Update:
         trainer.publish(output)
         if totals.num_out_of_memory:
             trainer.fire_event(TrainEvents.OUT_OF_MEMORY)
-        if trainer.handlers_token is not self._chosen_by:
-            self._choose(trainer)
+        if trainer.handlers_token is not self._chosen_by:  # some have come in this update
+            self._choose_events(trainer)
         with self.gather.passes.guard.readable(decision.mean_factor) if self._is_shown else _NOTHING:
             trainer.fire_event(_GRADIENTS_READY)
         if not self.stepper.watch.entered and (rates := self.learning_rates()) != output.learning_rates:
@@ -180,28 +171,30 @@ class Update:
 
     def step(
         self, trainer: Trainer, micro_batches: Sequence[Any], decision: Decision, output: UpdateOutput
-    ) -> tuple[UpdateOutput, Ending]:
+    ) -> tuple[End, bool]:
         """Unscales, normalises, clips and steps; or changes nothing. The device may have made the step.
 
         Returns:
-            The record of the update, and how it ended.
+            How the update ends on this rank, and whether it was applied.
         """
         if self._closure_step is not None and decision.skipped_reason is None:
             output = self._step_with_closure(self._closure_step, trainer, micro_batches, decision, output)
-        has_moved, applied = bool(self.stepper.watch.entered), output.applied
-        assert applied or not has_moved  # noqa: S101  # host and device decide from the same numbers
-        self.policy(trainer.state.iteration, micro_batches, self.gather.num_placeholders, output)
-        if applied and not has_moved:
+        moved, applied = bool(self.stepper.watch.entered), output.applied
+        assert applied or not moved  # noqa: S101  # host and device decide from the same numbers
+        if not applied or output.num_out_of_memory or self.policy.in_a_row:
+            self.policy(trainer.state.iteration, micro_batches, self.gather.num_placeholders, output)
+        if applied and not moved:
             self.take_step(decision, output)
-        self.gather.reduction.finish(applied=applied)
+        self.gather.crossing.close(applied=applied)
         if applied:
-            return output, _STEPPED
-        return output, Ending(End.NO_SAMPLES if output.skipped_reason == "no_samples" else End.SKIPPED, applied=False)
+            return End.STEPPED, True
+        return End.NO_SAMPLES if output.skipped_reason == "no_samples" else End.SKIPPED, False
 
     def take_step(self, decision: Decision, output: UpdateOutput) -> None:
         """Moves the parameters along the gradients of this rank."""
         self.learning_rates.check(output.learning_rates)
-        self.gather.gradients.refuse_dropped()
+        if self._is_shown:
+            self.gather.gradients.refuse_dropped()
         own = decision.clip_coefficients  # of each optimizer, where each has a limit of its own
         self.stepper(decision.mean_factor, *(own.values() if own else (decision.clip_coefficient,)))
 
@@ -223,23 +216,26 @@ class Update:
 
     def _choose(self, trainer: Trainer) -> None:
         """Chooses what the handlers that are attached need. Asked again whenever others are."""
-        self.journal.choose()
+        self._choose_events(trainer)
+        self.journal.choose(self._parts())
+        self._chosen_by = None if self.buffers.is_looking else trainer.handlers_token
+
+    def _choose_events(self, trainer: Trainer) -> None:
         self.gather.choose(trainer)
         self._is_shown = trainer.has_handlers(_GRADIENTS_READY)
-        self._chosen_by = None if self.buffers.is_looking else trainer.handlers_token
 
     # --- the parts --------------------------------------------------------------------------------------------------------
 
     def __post_init__(self) -> None:
         # What it gives its parts to call must not keep it, its model and its optimizer alive.
         gather, passes = self.gather, self.gather.passes
-        self.loss_scaling = passes.loss_scaling
+        self.loss_scaling, self._seeding = passes.loss_scaling, passes.seeding
         self._gradient_changes = GradientChanges(
-            gradients=gather.gradients, reduction=gather.reduction, guard=passes.guard, rules=self.rules
+            gradients=gather.gradients, crossing=gather.crossing, guard=passes.guard, rules=self.rules
         )
         raises = self.options.on_nonfinite == "raise"
         self.search = NonFiniteSearch(
-            reduction=gather.reduction,
+            crossing=gather.crossing,
             gradients=gather.gradients,
             carried=passes.carried,
             forward=without_first_look(passes.user_forward),
@@ -247,7 +243,14 @@ class Update:
             raises=raises,
             loss_scaling=self.loss_scaling,
         )
-        self.journal = self._new_journal()
+        self.statistics = [gather.statistics]  # an acceleration may add others
+        self.journal = Journal(self.stepper.watch)
+        self._counters = Counters(self.state, self.journal.ending)
+        self._scale = Scale(self.loss_scaling, self.journal.ending)
+        self.buffers = Buffers(passes.module, are_marked=self.loss_scaling.enabled or self.options.on_nonfinite == "skip")
+        self.policy = SkipPolicy(
+            module=passes.module, scale=self._scale, search=self.search, raises=raises, limit=self.options.give_up_after
+        )
         if self.options.closure and isinstance(self.stepper, OneStepper):
             self._closure_step = ClosureStep(
                 stepper=self.stepper,
@@ -257,26 +260,33 @@ class Update:
                 forward_state=ForwardState(passes.module, passes.carried, without_first_look(passes.user_forward)),
             )
 
-    def _new_journal(self) -> Journal:
-        gather, passes = self.gather, self.gather.passes
-        may_skip = self.loss_scaling.enabled or self.options.on_nonfinite == "skip"
-        self.buffers = Buffers(passes.module, are_marked=may_skip)
-        self._counters, told = Counters(self.state), Scale(self.loss_scaling)
-        self.policy = SkipPolicy(
-            module=passes.module,
-            scale=told,
-            search=self.search,
-            raises=self.options.on_nonfinite == "raise",
-            limit=self.options.give_up_after,
-        )
-        scale = [] if type(self.loss_scaling) is NoLossScaling else [told]
-        self.leftovers = Leftovers(self.state, passes.transfer, gather.statistics)
-        cleared = Cleared(gather.gradients, are_kept=self.options.keep_gradients)
-        if passes.seeding is not None:
-            self._seeds = Seeds(self.search, self.loss_scaling, passes.seeding)
-        draws = self._seeds or RandomNumbers(self.search, self.loss_scaling)
-        parts = (self._counters, *scale, CarriedValues(passes.carried), self.buffers, cleared, self.leftovers, draws)
-        return Journal(parts, self.stepper.watch)
+    def _parts(self) -> list[Part]:
+        """What an update changes besides the parameters. The parts end in this order."""
+        passes, search, gradients = self.gather.passes, self.search, self.gather.gradients
+        carried, counters, scale = passes.carried, self._counters, self._scale
+        cleared_at = frozenset(End) - ({End.STEPPED} if self.options.keep_gradients else set())
+        parts = [
+            Part(kept_at=COUNTED, mark=counters.mark, keep=counters.keep, put_back=counters.put_back),
+            Part(mark=scale.mark, keep=scale.keep),
+            Part(kept_at=FINITE, mark=carried.begin_update, keep=carried.end_update, put_back=carried.roll_back),
+            self.buffers.part(),
+            # What something else than an update has left in `.grad` is dropped at the mark.
+            Part(kept_at=cleared_at, mark=gradients.clear_stale, keep=gradients.clear),
+            Part(kept_at=_ENDED_ITSELF, put_back=WeakMethod(self._drop_leftovers)),
+        ]
+        if type(self.loss_scaling) is NoLossScaling:
+            del parts[1]
+        if self._seeding is not None:
+            return [*parts, Part(keep=self._seeding.end)]
+        return [*parts, Part(kept_at=COUNTED, mark=search.mark, put_back=search.put_back)]
+
+    def _drop_leftovers(self) -> None:
+        """Drops what an update needs only while it runs, and has dropped itself unless it was broken off."""
+        self.state.forward_output = self.state.micro_batch_in_group = None
+        for statistics in self.statistics:
+            statistics.reset()
+        if self.gather.passes.transfer is not None:
+            self.gather.passes.transfer.forget()
 
     # --- what its trainer asks; see `Process` -----------------------------------------------------------------------------
 
@@ -315,7 +325,7 @@ class Update:
 
     def state_dict(self) -> dict[str, Any]:
         """What an update remembers of those before it: the loss scaling, and how many in a row failed."""
-        state = {"loss_scaling": self.loss_scaling.state_dict(), "in_a_row": self.policy.failures.state_dict()}
+        state = {"loss_scaling": self.loss_scaling.state_dict(), "in_a_row": dict(self.policy.in_a_row)}
         return state | ({"scaled_by": type(self.loss_scaling).__name__} if self.loss_scaling.enabled else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -324,10 +334,10 @@ class Update:
         Raises:
             ValueError: it is not the state of an update, or another class of loss scaling wrote it.
         """
-        if not isinstance(state_dict, Mapping) or "loss_scaling" not in state_dict:
-            raise ValueError(f"state_dict['update'] must be a mapping with the key loss_scaling, got {describe(state_dict)}")
-        counts = state_dict.get("in_a_row", {})  # that of an Ignite engine has none
-        FailuresInARow(None).load_state_dict(counts)  # an error leaves both as they are
+        if not isinstance(state_dict, Mapping) or not {"loss_scaling", "in_a_row"} <= state_dict.keys():
+            raise ValueError(f"state_dict['update'] must have the keys loss_scaling and in_a_row, got {describe(state_dict)}")
+        counts = state_dict["in_a_row"]
+        check_state_dict("Trainer", counts, (), counts)
         mine = type(self.loss_scaling).__name__
         if self.loss_scaling.enabled and state_dict["loss_scaling"] != {}:  # as it is without a loss scaling
             if (wrote := state_dict.get("scaled_by", mine)) != mine:
@@ -337,4 +347,4 @@ class Update:
                 )
             self.loss_scaling.load_state_dict(state_dict["loss_scaling"])
         self.buffers.are_spoilt = False
-        self.policy.failures.load_state_dict(counts)
+        self.policy.in_a_row = dict(counts)

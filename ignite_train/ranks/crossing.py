@@ -8,42 +8,45 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ignite_train.model.gradients import Gradients
+from ignite_train.model.gradients import Gradients, may_trust_norm
+from ignite_train.ranks.data_ranks import DataRanks
 from ignite_train.ranks.messages import Outgoing
 from ignite_train.ranks.statistics import Statistics
 
-__all__ = ["NoReduction", "Reduction"]
+__all__ = ["AloneCrossing", "Crossing"]
 
 _NOTHING = nullcontext()
 
 
-class Reduction:
+class Crossing:
     """The way in which gradients cross the ranks: the base class of all ways, with no collective in forward or backward.
 
     Args:
         model: the model, without a wrapper.
 
     Attributes:
-        divisor: what the reduced gradient is the sum over ranks divided by.
+        averaged_over: by how many ranks the gradient is divided that crossing leaves; 1 where it is the sum.
         module: the model without a wrapper around it, whose parameters have the names the user gave them.
         may_drop_micro_batches: whether a rank may drop a micro-batch on its own, since no collective is issued before all of
             its backwards are done.
         forward_is_local: whether a rank can run `module` on its own: its forward has no collective.
+        data_ranks: over which ranks samples differ.
     """
 
-    divisor = 1
+    averaged_over = 1
     may_drop_micro_batches = True
     forward_is_local = True
 
     def __init__(self, model: nn.Module) -> None:
         self.module = model
+        self.data_ranks = DataRanks.all_ranks()
 
     def context(self, *, last: bool) -> AbstractContextManager[Any]:  # noqa: ARG002
         """The context of a forward and its backward, whose gradients stay on this rank unless it is the update's `last`."""
         return _NOTHING
 
     def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:  # noqa: ARG002
-        """How often this rank has to run `run_placeholder` to take part in an update. May be collective.
+        """How often this rank has to run `take_part` to take part in an update. May be collective.
 
         Args:
             group: this rank's micro-batches.
@@ -51,17 +54,17 @@ class Reduction:
         """
         return 0
 
-    def run_placeholder(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
+    def take_part(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
         """On a rank that lacks a micro-batch: a loss whose backward takes part in what others reduce in theirs. Collective.
 
         `loss_of` runs the user's forward on a micro-batch, for those who cannot do without.
         """
         raise NotImplementedError
 
-    def begin(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients, loss: Tensor) -> None:
+    def start(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients, loss: Tensor) -> None:
         """Before the last backward, that of `loss`: starts what can overlap it. Collective."""
 
-    def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor | None:  # noqa: ARG002
+    def finish(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor | None:  # noqa: ARG002
         """After the last backward: reduces what is left. Collective.
 
         Returns:
@@ -69,22 +72,22 @@ class Reduction:
         """
         return gradients.norm()
 
-    def norm(self, gradients: Gradients) -> float | Tensor:
-        """The norm of the reduced gradients as they are now. May be collective."""
-        return gradients.norm()
+    def norm(self, gradients: Gradients) -> float:
+        """The norm of the reduced gradients as they are now, also where float32 cannot hold their squares.
 
-    def scaled_norm(self, gradients: Gradients) -> float:
-        """The norm of the reduced gradients where their squares are too large or too small for float32. May be collective."""
-        return gradients.scaled_norm()
+        Waits for the device. May be collective.
+        """
+        norm = float(gradients.norm())  # sync
+        return norm if may_trust_norm(norm) else gradients.scaled_norm()
 
-    def finish(self, *, applied: bool) -> None:
+    def close(self, *, applied: bool) -> None:
         """After the update: whether it was applied, which is the same on all ranks."""
 
 
-class NoReduction(Reduction):
+class AloneCrossing(Crossing):
     """One process: there are no other ranks to reduce with."""
 
-    def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:
+    def finish(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:
         """The norm."""
         statistics.pack(*outgoing, alone=True)
         return gradients.norm()
