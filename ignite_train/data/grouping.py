@@ -322,18 +322,29 @@ class MicroBatchPass:
     def close(self, *, whole: bool) -> None:
         """Ends the pass and releases the loader; warns if the loader gave more or fewer micro-batches than its `len()`."""
         over = self.length is not None and not self._against and (self._ended or self._done >= self.length)
-        if whole and over and self._finished and self._announced is not None:  # otherwise the next run finishes the epoch
-            surplus = self._surplus
-            if surplus or self._read != self._announced:
-                change = "shorter" if self._read < self._announced else "longer"
-                warnings.warn(
-                    f"the loader has len() {self._before + self._announced} and gave "
-                    f"{'more' if surplus else self._before + self._read} micro-batches: the "
-                    f"{'surplus is left out of the epoch' if surplus else f'epoch was {change}'}; correct its __len__",
-                    stacklevel=2,
-                )
+        is_finished = whole and over and self._finished  # otherwise the next run finishes the epoch
+        if is_finished and self._announced is not None and (self._surplus or self._read != self._announced):
+            warnings.warn(self._wrong_length(self._announced), stacklevel=2)
         self.pause()
         self._micro_batches = iter(())
+
+    def _wrong_length(self, announced: int) -> str:
+        """Why a pass had another length; where the run resumed in it, the loader's state is the likely cause."""
+        length, given = self._before + announced, self._before + self._read
+        if self._surplus:
+            return (
+                f"the loader has len() {length} and gave more micro-batches: the surplus is left out of the epoch; correct its "
+                "__len__"
+            )
+        if self._place.has_restored and given < length:
+            return (
+                f"the {type(self.loader).__name__} has len() {length} and gave {given} micro-batches in the epoch in which the "
+                f"run resumed: {length - given} are missing, because the state that it saves does not hold them, as that of a "
+                "stream that shuffles may lack its buffer; use a ResumableLoader, or a plain DataLoader, which reads past what "
+                "was done"
+            )
+        change = "shorter" if given < length else "longer"
+        return f"the loader has len() {length} and gave {given} micro-batches: the epoch was {change}; correct its __len__"
 
     def pause(self) -> None:
         """Ends the thread that reads the loader, if there is one; reading on starts another."""
