@@ -19,7 +19,7 @@ BENCH_INSTALLED := $(BENCH_VENV)/installed
 # Waiting threads that spin take the cores from those that work.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: demo digits quick test slow test-all check nightly mutants torch-versions ignite-suite libraries migration simulated-accelerator xla-test wheel-test docs curve bench bench-gpu clean
+.PHONY: demo digits quick test slow test-all check nightly mutants torch-versions ignite-suite libraries migration simulated-accelerator xla-test wheel-test docs gallery curve bench bench-gpu clean
 
 demo: $(INSTALLED)  ## train the language model; NPROC=2 for two processes
 	@echo "Training a small GPT on the source text of Python's standard library, for some minutes. Ctrl-C stops and saves it."
@@ -86,6 +86,10 @@ wheel-test: $(INSTALLED)  ## the tests of `test` against the built wheel, where 
 	"$$python" -c 'import ignite_train.handlers as h, sys; sys.exit(not h.__file__.startswith(sys.argv[1]))' "$$there" && \
 	$(COMPILED) "$$python" -m pytest -q -n auto --maxprocesses 8 --dist worksteal -o pythonpath= tests && \
 	"$$python" -m pytest -q -o pythonpath= --pyargs ignite_train
+
+gallery: $(INSTALLED)  ## draw docs/pictures/kills.png and cost.png
+	$(BIN)/python examples/gallery.py kills
+	$(BIN)/python examples/gallery.py cost
 
 docs: $(DOCS_VENV)/installed  ## the site, into site/; a warning or a dead link is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build
