@@ -40,13 +40,14 @@ class FailuresInARow:
         """
         reason = output.skipped_reason
         if reason is None or scale_fell:
-            self._counts.pop("was skipped", None)
+            if self._counts:
+                self._counts.pop("was skipped", None)
         elif reason in ("nonfinite", "overflow"):  # one without samples does not show that the next is finite
             self._count(update, "was skipped")
-        if output.num_out_of_memory == 0:
-            self._counts.pop("ran out of memory", None)
-        else:
+        if output.num_out_of_memory > 0:
             self._count(update, "ran out of memory")
+        elif self._counts:
+            self._counts.pop("ran out of memory", None)
 
     def _count(self, update: int, what: str) -> None:
         count = self._counts.get(what, 0) + 1
