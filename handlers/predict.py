@@ -125,7 +125,7 @@ def _watched(loader: Any) -> tuple[Any, _Indices | None]:
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     indices = _Indices(getattr(loader, name), of_samples=loader.batch_sampler is not None)
     vars(watched)[name] = indices  # torch's __setattr__ refuses it, for loaders that have begun a pass
-    watched._iterator = None  # persistent workers read the sampler with which they were started
+    vars(watched)["_iterator"] = None  # persistent workers read the sampler with which they were started
     watched.in_order = True  # else workers give micro-batches as they are ready, and their indices are those of others
     return watched, indices
 
@@ -152,7 +152,7 @@ class _Found:
     """
 
     def __init__(self, indices: _Indices | None, problem: Exception | None) -> None:
-        self._indices, self._problem = indices, problem
+        self._drawn_indices, self._problem = indices, problem
         self._outputs: list[Any] = []
         self._keys: list[tuple[int, int]] = []
 
@@ -169,7 +169,7 @@ class _Found:
             raise ValueError("forward must return outputs, got none; return ForwardOutput(loss, sample_size, outputs=...)")
         leaves, number = _leaves(output.outputs), len(self._outputs)
         rows = len(leaves[0])
-        keys = [(number, row) for row in range(rows)] if self._indices is None else self._indices.keys(number, rows)
+        keys = [(number, row) for row in range(rows)] if self._drawn_indices is None else self._drawn_indices.keys(number, rows)
         wrong = next((leaf for leaf in leaves if len(leaf) != len(keys)), None)
         if wrong is not None:
             raise ValueError(
@@ -182,7 +182,7 @@ class _Found:
     def joined(self) -> tuple[Exception | None, list[tuple[int, int]], Any]:
         """The error of this rank, the place of each row in the dataset, and the rows; None without a micro-batch."""
         number, problem = len(self._outputs), self._problem
-        if problem is None and self._indices is not None and not self._indices.were_all(number):
+        if problem is None and self._drawn_indices is not None and not self._drawn_indices.were_all(number):
             problem = ValueError(
                 f"evaluator must run on all micro-batches of the loader, and ended after {number}; make it with "
                 "uneven='replay' and not 'shortest', and do not terminate it"

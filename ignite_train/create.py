@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ignite_train.arguments import describe, did_you_mean, one_of, real_number
 from ignite_train.data.grouping import AccumulationSteps, MicroBatchGrouping
-from ignite_train.device.to_device import ToDevice
+from ignite_train.device.to_device import transfer_to
 from ignite_train.events import TrainEvents
 from ignite_train.fast.choose import choose
 from ignite_train.forward import Forward, ForwardOutput, bind_forward
@@ -52,7 +53,6 @@ from ignite_train.trainer import OutputTransform, Trainer
 from ignite_train.update.compilation import Compile, compile_in_place, of_model
 from ignite_train.update.cross import Cross
 from ignite_train.update.decision import Rules
-from ignite_train.update.eval_mode import warn_of_eval_mode
 from ignite_train.update.forward_backward import ForwardBackward
 from ignite_train.update.gather import Gather
 from ignite_train.update.handler_guard import HandlerGuard
@@ -171,7 +171,7 @@ def create_trainer(
         module=crossing.module,
         user_forward=bound,
         run_backward=compile_in_place(model, of_model(compile, model), backward=options.compiled_autograd),
-        transfer=ToDevice(device),
+        transfer=transfer_to(device),
         precision=Precision(precision, device),
         loss_scaling=_loss_scaling(loss_scaling, precision),
         seeding=_seeding(seed, device, crossing.data_ranks.rank),
@@ -223,8 +223,23 @@ def _complete(trainer: Trainer, update: Update, model: nn.Module, options: Updat
     warn_of_ignite_handlers(trainer, keeps_gradients=options.keep_gradients, accumulates=accumulates)
     refuse_sparse_gradients(trainer, model)
     if options.train_mode:
-        warn_of_eval_mode(trainer, update.gather.crossing.module)
+        _warn_of_eval_mode(trainer, update.gather.crossing.module)
     warn_of_idle_run(trainer)
+
+
+def _warn_of_eval_mode(trainer: Trainer, module: nn.Module) -> None:
+    """Has `trainer` say once that it puts `module` into training mode, if all of it is in eval mode before the first update."""
+
+    def look() -> None:
+        handle.remove()
+        if not any(part.training for part in module.modules()):
+            logging.getLogger("ignite_train").warning(
+                "all of the model was in eval mode and is put into training mode, so that statistics of BatchNorm move and "
+                "dropout draws; call model.train() before the run, or pass options=UpdateOptions(train_mode=False) to "
+                "train it in eval mode"
+            )
+
+    handle = trainer.append_event_handler(Events.ITERATION_STARTED, look)
 
 
 @partial(answers_other_words, elsewhere=_RARE)

@@ -231,7 +231,7 @@ class RunData:
                 f"state.batch must be a list of the update's {len(fetched)} micro-batches, got {got}; a handler that "
                 "changes data puts state.batch = [change(micro_batch) for micro_batch in state.batch]"
             )
-        return self._sized(group)
+        return group if group is fetched and type(group) is list else self._sized(group)
 
     def _sized(self, group: Sequence[Any]) -> Sequence[Any]:
         """The group, of which the state tells the size."""

@@ -19,7 +19,7 @@ from ignite_train.model.memory_layout import is_dense, sharing_memory
 from ignite_train.model.optimizers import Optimizers
 from ignite_train.model.sparse_parameters import sparse_gradient_values, sparse_parameters
 
-__all__ = ["SMALLEST_NORM", "Gradients", "PartedGradients", "may_trust_norm", "times"]
+__all__ = ["SMALLEST_NORM", "Gradients", "PartedGradients", "may_trust_norm", "no_gradient_error", "times"]
 
 SMALLEST_NORM = 2.0**-40  # below it squares that float32 cannot hold may be more than a rounding of their sum
 
@@ -34,6 +34,15 @@ _CUT = 2**18  # a gradient from this size on is read in rows: a float32 sum over
 def may_trust_norm(norm: float) -> bool:
     """Whether float32 can have added up the squares of the gradients: none too large, and not all too small."""
     return SMALLEST_NORM <= norm < math.inf
+
+
+def no_gradient_error() -> NoGradientError:
+    """Why there can be no step where no parameter has a gradient."""
+    return NoGradientError(
+        "backward left no gradient on any parameter of the optimizer: the loss that forward returned does not depend on them; "
+        "return it with its graph (no .detach(), .item() or torch.no_grad()), and freeze fewer parameters if Freeze has "
+        "dropped the gradients of all that it depends on"
+    )
 
 
 class Gradients:
@@ -126,7 +135,7 @@ class Gradients:
 
     def norm(self) -> float | Tensor:
         """L2 norm over all of them as they are, accumulated in float32 or wider; on an accelerator a 0-d tensor, not read."""
-        gradients = self._values() if self._sparse else self._existing()
+        gradients = self._strided() if self._sparse else self._existing()
         kinds = _by_kind(gradients)
         self.kinds, self.count = {*kinds}, len(gradients)
         return _length(kinds)
@@ -141,7 +150,7 @@ class Gradients:
 
         It is infinite or NaN only if an element is (or if float64 cannot hold the norm itself).
         """
-        return _scaled_length(self._values())
+        return _scaled_length(self._strided())
 
     def scaled_shard_norm_squared(self, copies: Callable[[Tensor], int]) -> float:
         """`shard_norm_squared` by way of `scaled_norm`."""
@@ -176,19 +185,6 @@ class Gradients:
         """The name of the first parameter whose gradient is sparse, and which is not the weight of a sparse embedding."""
         named = [(name, p) for name, p in self._model.named_parameters() if p not in self._sparse]
         return next((name for name, p in named if p.grad is not None and p.grad.layout is not torch.strided), None)
-
-    def check(self) -> None:
-        """Sees to it that the norm was one of any gradient at all.
-
-        Raises:
-            NoGradientError: no parameter had one.
-        """
-        if not self.kinds:
-            raise NoGradientError(
-                "backward left no gradient on any parameter of the optimizer: the loss that forward returned does not depend "
-                "on them; return it with its graph (no .detach(), .item() or torch.no_grad()), and freeze fewer parameters if "
-                "Freeze has dropped the gradients of all that it depends on"
-            )
 
     @contextmanager
     def readable(self, mean_factor: float) -> Iterator[None]:
@@ -259,7 +255,7 @@ class Gradients:
             found += gradients
         return found
 
-    def _values(self) -> list[Tensor]:
+    def _strided(self) -> list[Tensor]:
         """All of them, and of sparse ones the rows that are there. Rows that backward has left twice are added up first."""
         for parameter in self._sparse:
             if parameter.grad is not None and parameter.grad.is_sparse:

@@ -127,7 +127,7 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     Where it has a form of its own, and parameters for the keys of a mapping, their numbers are the keys.
     """
     state = optimizer.state_dict()
-    numbers = {parameter: (_PARAMETER, number) for number, parameter in enumerate(_parameters(optimizer))}
+    numbers = {parameter: (_PARAMETER, number) for number, parameter in enumerate(_parameters_of(optimizer))}
     return _with_other_keys(state, numbers) if has_own_form(state) else state
 
 
@@ -154,13 +154,13 @@ def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) ->
 
 def _load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     if has_own_form(state_dict):
-        by_key = {(_PARAMETER, number): parameter for number, parameter in enumerate(_parameters(optimizer))}
+        by_key = {(_PARAMETER, number): parameter for number, parameter in enumerate(_parameters_of(optimizer))}
         optimizer.load_state_dict(_with_other_keys(state_dict, by_key))
         return
     optimizer.load_state_dict(dict(state_dict))
     by_torch = type(optimizer).load_state_dict is Optimizer.load_state_dict
     restored = _as_saved if by_torch else _unrounded
-    parameters = _parameters(optimizer)
+    parameters = _parameters_of(optimizer)
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     if not by_torch and len(keys) != len(parameters):
         return
@@ -171,7 +171,7 @@ def _load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -
                 loaded[name] = restored(saved[name], loaded[name], parameter.dtype)
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -212,11 +212,11 @@ def end_process(status: int) -> NoReturn:
 def _all_reduce(values: Sequence[float], op: Any) -> list[float]:
     if world_size() == 1:
         return list(values)
-    vector = torch.tensor(values, dtype=torch.float64, device=_device())
+    vector = torch.tensor(values, dtype=torch.float64, device=_own_device())
     dist.all_reduce(vector, op=op)
     return [float(value) for value in vector.tolist()]  # sync
 
 
-def _device() -> torch.device:
+def _own_device() -> torch.device:
     """Where the process group wants its small tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -36,7 +36,7 @@ class ForwardBackward:
         module: without.
         user_forward: the user's function; in its first run it is looked at for mistakes.
         run_backward: as `torch.autograd.backward`.
-        transfer: copies micro-batches to the device.
+        transfer: copies micro-batches to the device; None on the CPU.
         precision: of forward.
         loss_scaling: multiplies the loss.
         seeding: what random numbers are a function of, if they are.
@@ -56,7 +56,7 @@ class ForwardBackward:
     module: nn.Module
     user_forward: BoundForward
     run_backward: Backward
-    transfer: ToDevice
+    transfer: ToDevice | None
     precision: Precision
     loss_scaling: LossScaling
     seeding: Seeding | None
@@ -102,7 +102,8 @@ class ForwardBackward:
     def forward(self, micro_batch: Any) -> ForwardOutput:
         """Runs the user's function on a micro-batch, which is copied to the device first, and checks the result."""
         with self.precision.autocast():
-            output = as_forward_output(self.user_forward(self.model, self.transfer(micro_batch)), self.terms.totals)
+            on_device = micro_batch if self.transfer is None else self.transfer(micro_batch)
+            output = as_forward_output(self.user_forward(self.model, on_device), self.terms.totals)
         if self.awaits_size:
             self.agree_on_scale(output.sample_size)
         return output
@@ -123,7 +124,8 @@ class ForwardBackward:
         if self.seeding is not None and index is not None:
             self.seeding.micro_batch(index)
         with self.precision.autocast():
-            returned = self.user_forward(self.module, self.transfer(micro_batch))
+            on_device = micro_batch if self.transfer is None else self.transfer(micro_batch)
+            returned = self.user_forward(self.module, on_device)
             loss = as_forward_output(returned, self.terms.totals).loss
         return loss * self.loss_scaling.scale if self.loss_scaling.enabled else loss
 
