@@ -238,8 +238,10 @@ class Gradients:
 
     def multiply(self, factor: float) -> None:
         """Multiplies all of them, in one pass; in several if float32, in which the kernels hold it, cannot hold the factor."""
-        # of shards the memory: torch multiplies no DTensors of several meshes, or beside plain tensors, in one call
-        existing = [one.to_local() if isinstance(one, DTensor) else one for one in self._existing()]
+        existing = self._existing()
+        if any(map(is_not, map(type, existing), _TENSOR)):
+            # of shards the memory: torch multiplies no DTensors of several meshes, or beside plain tensors, in one call
+            existing = [one.to_local() if isinstance(one, DTensor) else one for one in existing]
         for part in _factors(factor) if existing else ():
             torch._foreach_mul_(existing, self._as_operand(part, existing))
 
