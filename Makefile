@@ -18,7 +18,7 @@ BENCH_INSTALLED := $(BENCH_VENV)/installed
 # Waiting threads that spin take the cores from those that work.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: demo digits quick test slow test-all check nightly mutants torch-versions ignite-suite libraries simulated-accelerator xla-test wheel-test curve bench bench-gpu clean
+.PHONY: demo digits quick test slow test-all check nightly mutants torch-versions ignite-suite libraries migration simulated-accelerator xla-test wheel-test curve bench bench-gpu clean
 
 demo: $(INSTALLED)  ## train the language model; NPROC=2 for two processes
 	@echo "Training a small GPT on the source text of Python's standard library, for some minutes. Ctrl-C stops and saves it."
@@ -59,6 +59,9 @@ ignite-suite: $(INSTALLED)  ## Ignite's own tests, and the code of its documenta
 
 libraries: $(INSTALLED)  ## training with the libraries that people use, into docs/libraries.md; LIBRARIES="timm peft" for some; downloads some GB once
 	$(BIN)/python tests/libraries/run.py $(LIBRARIES)
+
+migration: $(INSTALLED) $(BENCH_INSTALLED)  ## the scripts of docs/migration.md, of the peers and ours, with their numbers compared; downloads the peers once
+	PEERS_PYTHON=$(BENCH_VENV)/bin/python $(COMPILED) $(BIN)/python -m pytest -q -m 'nightly or not nightly' tests/test_migration.py
 
 simulated-accelerator:  ## the tests on an accelerator that is simulated on the CPU, see docs/accelerators.md; builds it once; ACCELERATOR_SOURCE=path offline
 	$(PYTHON) tests/simulated_accelerator.py

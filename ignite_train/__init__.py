@@ -20,12 +20,14 @@ from ignite_train.errors import (
     NonFiniteError,
     SparseGradientError,
     TrainingError,
+    UnlikeMicroBatchesError,
     UnlikeParametersError,
     UnreadableCheckpointError,
 )
 from ignite_train.evaluation.evaluator import Evaluator, create_evaluator
 from ignite_train.events import TrainEvents, only
 from ignite_train.forward import Forward, ForwardOutput, Mean
+from ignite_train.model.check_forward import Cut, ForwardCheck, check_forward
 from ignite_train.model.deterministic import deterministic
 from ignite_train.model.loss_declaration import LossDeclarationWarning
 from ignite_train.model.model_summary import ModelSummary, model_summary
@@ -58,12 +60,14 @@ __all__ = [
     "CheckpointError",
     "CheckpointFormatError",
     "Counted",
+    "Cut",
     "DamagedCheckpointError",
     "DeepSpeedLossScaling",
     "Defaults",
     "Evaluator",
     "FairseqLossScaling",
     "Forward",
+    "ForwardCheck",
     "ForwardContractError",
     "ForwardOutput",
     "GaveUpError",
@@ -93,6 +97,7 @@ __all__ = [
     "Trainer",
     "TrainingError",
     "Tuned",
+    "UnlikeMicroBatchesError",
     "UnlikeParametersError",
     "UnreadableCheckpointError",
     "UpdateOptions",
@@ -100,6 +105,7 @@ __all__ = [
     "WarmUpSchedule",
     "attach_defaults",
     "attach_metric",
+    "check_forward",
     "count_traffic",
     "create_evaluator",
     "create_supervised_trainer",

@@ -140,6 +140,7 @@ class Trainer(Loop):
         self.default_handlers: list[DefaultHandler] = []  # attached by default and not by the user
         self.data = RunData(grouping, self.state, self.progress, lambda: this.fire_event(Events.DATALOADER_STOP_ITERATION))
         self._output_transform = output_transform
+        self._is_alone = collectives.world_size() == 1  # asked once
         self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
 
     @property
@@ -708,7 +709,7 @@ class Trainer(Loop):
         stop, interrupt = self.requests.stop, self.requests.interrupt
         if between_updates:
             stop, interrupt = (number > 0 for number in collectives.largest(stop, interrupt))
-        if (stop or interrupt) and (between_updates or collectives.world_size() == 1):
+        if (stop or interrupt) and (between_updates or self._is_alone):
             if stop and not self.should_terminate:
                 self.terminate(agreed=True)
             if interrupt:

@@ -220,9 +220,10 @@ def test_what_is_no_term_is_said(loss: ForwardOutput, message: str) -> None:
     [
         ({"sample_sizes": 3}, "sample_sizes must be a function"),
         ({"sample_sizes": sizes, "normalize": False}, "normalize must be True with sample_sizes"),
+        ({"sample_sizes": sizes, "reduction": "local"}, "reduction must not be 'local' with sample_sizes"),
         ({"sample_sizes": sizes, "on_out_of_memory": "skip"}, "on_out_of_memory must be 'raise' or 'split' with sample_sizes"),
     ],
-    ids=["number", "normalize", "skip"],
+    ids=["number", "normalize", "local", "skip"],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):

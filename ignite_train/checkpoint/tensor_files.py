@@ -181,21 +181,21 @@ class Snapshot:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._memory: dict[str, Tensor] = {}
         self._layouts: dict[str, tuple[torch.dtype, torch.Size, tuple[int, ...]]] = {}
 
     def take(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
         """Copies the numbers of `pieces`. Synchronises with the devices that hold some."""
         layouts = {name: (piece.data.dtype, piece.data.shape, piece.data.stride()) for name, piece in pieces.items()}
         buffers = {
-            name: self._buffers[name] if self._layouts.get(name) == layouts[name] else _empty_copy(piece.data)
+            name: self._memory[name] if self._layouts.get(name) == layouts[name] else _empty_copy(piece.data)
             for name, piece in pieces.items()
         }
         sources = [piece.data for piece in pieces.values()]
         if sources:
             torch._foreach_copy_([*buffers.values()], sources, non_blocking=True)
         await_devices(pieces)
-        self._buffers, self._layouts = buffers, layouts
+        self._memory, self._layouts = buffers, layouts
         return {name: Piece(buffers[name], piece.box, piece.whole) for name, piece in pieces.items()}
 
 

@@ -7,7 +7,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
+from operator import is_
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader
@@ -252,8 +253,8 @@ class MicroBatchPass:
 
     def __next__(self) -> MutableSequence[Any]:
         begin = self._position
-        if self._read != self._announced:  # something is left of the pass
-            self._place.check_pass()
+        if self._place.is_pass_broken() and self._read != self._announced:  # something is left of the pass
+            raise self._place.broken_pass_error()
         held = Held(self._ahead, number=self._num_given)
         self._num_given += 1
         group = self._take(held)
@@ -386,8 +387,7 @@ class MicroBatchPass:
         group, self._ahead = self._ahead[:size], self._ahead[size:]
         group += self._read_list(size - len(group), held, more_follow=self._looks_ahead)
         self._exhausted = len(group) < size
-        for micro_batch in group:
-            self._count(micro_batch)
+        self._count(group)
         if self._drops_last_group and not self._fills_up and len(group) < size:
             return []
         return group
@@ -416,7 +416,9 @@ class MicroBatchPass:
 
     def _take_arriving(self, expected: int, size: int) -> ArrivingGroup:
         def read() -> Any:
-            return self._count(next(self._micro_batches))
+            micro_batch = next(self._micro_batches)
+            self._count([micro_batch])
+            return micro_batch
 
         def end(group: ArrivingGroup) -> None:
             """As where a group is read at once: the loader is exhausted if it had less than a whole one."""
@@ -425,15 +427,15 @@ class MicroBatchPass:
 
         return ArrivingGroup(read, expected, is_sized=self._announced is not None, on_complete=end, number=self._num_given)
 
-    def _count(self, micro_batch: Any) -> Any:
-        if micro_batch is None and not (self._grouping.none_is_empty or self._reads_no_data()):
+    def _count(self, micro_batches: list[Any]) -> None:
+        has_none = any(map(is_, micro_batches, repeat(None)))
+        if has_none and not (self._grouping.none_is_empty or self._reads_no_data()):
             raise TypeError(
                 "the loader gave None instead of a micro-batch; leave it out, fix the dataset or collate_fn, or pass "
                 "options=UpdateOptions(none_is_empty=True), with which it has no weight"
             )
-        self._read += 1
-        self.num_read += 1
-        return micro_batch
+        self._read += len(micro_batches)
+        self.num_read += len(micro_batches)
 
     def _reads_no_data(self) -> bool:
         """Whether each micro-batch is a None that forward is called with; `set_data` may change that."""

@@ -181,18 +181,13 @@ class DataPosition:
                 f"{type(error).__name__}: {' '.join(str(error).split()):.300}; start in another directory"
             ) from error
 
-    def check_pass(self) -> None:
-        """Call it where something is left of the pass.
-
-        Raises:
-            ValueError: another one was begun.
-        """
-        if self._pass is not None and self.is_pass_broken():
-            raise ValueError(
-                f"data must not be read elsewhere in the middle of a pass, got a {type(self._loader).__name__} with persistent "
-                "workers, which make one pass at a time, and another one was begun: the samples that were left are missed; use "
-                "another loader there, or persistent_workers=False"
-            )
+    def broken_pass_error(self) -> ValueError:
+        """Why the pass cannot be read on where something is left of it and `is_pass_broken`."""
+        return ValueError(
+            f"data must not be read elsewhere in the middle of a pass, got a {type(self._loader).__name__} with persistent "
+            "workers, which make one pass at a time, and another one was begun: the samples that were left are missed; use "
+            "another loader there, or persistent_workers=False"
+        )
 
     def is_pass_broken(self) -> bool:
         """Whether persistent workers make another pass by now, which has ended this one."""
