@@ -237,22 +237,19 @@ class Gradients:
         )
 
     def multiply(self, factor: float) -> None:
-        """Multiplies all of them, in one pass; in several if float32, in which the kernels hold it, cannot hold the factor."""
+        """Multiplies all of them, in one pass; in several if float32, in which the kernels hold it, cannot hold the factor.
+
+        float32 ones on the host are multiplied by a tensor, since of a number torch makes one for each gradient, which takes
+        longer. It rounds the factor as torch's arithmetic with a number does.
+        """
         existing = self._existing()
-        if any(map(is_not, map(type, existing), _TENSOR)):
+        plain = not self._sparse and all(map(is_, map(type, existing), _TENSOR))
+        if not plain:
             # of shards the memory: torch multiplies no DTensors of several meshes, or beside plain tensors, in one call
             existing = [one.to_local() if isinstance(one, DTensor) else one for one in existing]
+        as_tensor = plain and self.kinds == _FLOAT32_ON_HOST
         for part in _factors(factor) if existing else ():
-            torch._foreach_mul_(existing, self._as_operand(part, existing))
-
-    def _as_operand(self, factor: float, gradients: list[Tensor]) -> float | Tensor:
-        """The factor, or, on the host, a tensor: of a number torch would make one for each gradient.
-
-        A float32 rounds it as torch's arithmetic with float32 gradients does.
-        """
-        if self.kinds != _FLOAT32_ON_HOST or self._sparse or any(map(is_not, map(type, gradients), _TENSOR)):
-            return factor
-        return torch.from_numpy(np.asarray(factor, dtype=np.float32))  # quicker than torch makes one
+            torch._foreach_mul_(existing, torch.from_numpy(np.asarray(part, dtype=np.float32)) if as_tensor else part)
 
     def name(self, parameter: nn.Parameter) -> str:
         """What a message calls `parameter`."""

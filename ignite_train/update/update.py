@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,7 +37,6 @@ from ignite_train.update.weak_method import WeakMethod
 __all__ = ["Update"]
 
 _GRADIENTS_READY = TrainEvents.GRADIENTS_READY  # looked up once: asked for in each update
-_NOTHING = nullcontext()
 _ENDED_ITSELF = frozenset({End.STEPPED, End.SKIPPED, End.NO_SAMPLES})
 
 
@@ -144,7 +143,10 @@ class Update:
             trainer.fire_event(TrainEvents.OUT_OF_MEMORY)
         if trainer.handlers_token is not self._chosen_by:  # some have come in this update
             self._choose_events(trainer)
-        with self.gather.passes.guard.readable(decision.mean_factor) if self._is_shown else _NOTHING:
+        if self._is_shown:
+            with self.gather.passes.guard.readable(decision.mean_factor):
+                trainer.fire_event(_GRADIENTS_READY)
+        else:
             trainer.fire_event(_GRADIENTS_READY)
         if not self.stepper.watch.entered and (rates := self.learning_rates()) != output.learning_rates:
             output = trainer.amend(replace(output, learning_rates=rates))
