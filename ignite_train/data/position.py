@@ -124,7 +124,7 @@ class DataPosition:
         self._generators_before: dict[str, Any] | None = None
         self._pass: object = None  # see `_pass_of`
         self.at_end = self.jumps = False
-        self.reads_past = False
+        self.reads_past = self.has_restored = False  # the latter: the loader's own state was put back within a pass
 
     def find(self, saved: Mapping[str, Any], skip: int) -> None:
         """Prepares the loader for a pass that begins after the `skip` groups after which `saved` was written. Collective.
@@ -274,6 +274,7 @@ class DataPosition:
             self._opening = dict(saved["opening"])
             self._set_own_generators(self._opening["own"])  # its sampler may be opened again and read past
             self._stateful.load_state_dict(copy.deepcopy(saved["loader"]))
+            self.has_restored = True
             self._notes, self._own_after = [(saved["loader"], None)] * 2, saved["generators"]
             self.at_end = saved["exhausted"]
             if self.at_end:  # do not read on: some loaders have begun the next pass, others would repeat one
