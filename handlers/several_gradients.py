@@ -69,7 +69,7 @@ class SeveralGradients(Handler):
         self._combine = combine
         self._chosen = [*(parameters.parameters() if isinstance(parameters, nn.Module) else parameters or ())]
         self._has_chosen = parameters is not None
-        self._parameters: list[nn.Parameter] = []
+        self._shared: list[nn.Parameter] = []
         self._sums: dict[str, dict[nn.Parameter, Tensor]] | None = None  # of the running update, on this rank
         self._of_micro_batch: dict[str, dict[nn.Parameter, Tensor]] = {}
 
@@ -82,11 +82,11 @@ class SeveralGradients(Handler):
         """
         chosen = {id(parameter) for parameter in self._chosen}
         stepped = stepped_parameters(trainer.optimizers)
-        self._parameters = [one for one in stepped if not self._has_chosen or id(one) in chosen]
+        self._shared = [one for one in stepped if not self._has_chosen or id(one) in chosen]
         sparse = sparse_parameters(trainer.model)
-        if not self._parameters:
+        if not self._shared:
             raise ValueError("parameters must be some that the optimizer steps, got none of them; pass a part of the model")
-        if any(isinstance(one, DTensor) or one in sparse for one in self._parameters):
+        if any(isinstance(one, DTensor) or one in sparse for one in self._shared):
             raise TypeError(
                 "SeveralGradients needs dense gradients of all parameters on each rank, and some of this trainer's are sharded "
                 "or sparse; leave them out with parameters="
@@ -101,7 +101,7 @@ class SeveralGradients(Handler):
         trainer.add_event_handler(TrainEvents.FORWARD_COMPLETED, self._take)
         trainer.moments.on_backward.append(self._add)
         # Before other handlers of the event, which add noise to the gradient, say.
-        trainer.prepend_event_handler(TrainEvents.GRADIENTS_REDUCED, self._replace)
+        trainer.prepend_event_handler(TrainEvents.GRADIENTS_REDUCED, self._combine_terms)
 
     def _begin(self) -> None:
         self._sums, self._of_micro_batch = {}, {}
@@ -110,7 +110,7 @@ class SeveralGradients(Handler):
         """Takes the gradients of a micro-batch, which are lost if its backward runs out of memory."""
         output = trainer.state.forward_output
         assert output is not None  # noqa: S101  # it is there in this event
-        parameters = [parameter for parameter in self._parameters if parameter.requires_grad]
+        parameters = [parameter for parameter in self._shared if parameter.requires_grad]
         self._of_micro_batch = {}
         for name, value in output.logs.items():
             if name.startswith(TERM) and isinstance(value, tuple) and (total := value[0]).requires_grad:  # type: ignore[union-attr]
@@ -127,7 +127,7 @@ class SeveralGradients(Handler):
                 sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
         self._of_micro_batch = {}
 
-    def _replace(self, trainer: Trainer) -> None:
+    def _combine_terms(self, trainer: Trainer) -> None:
         """Puts what the function returns in the place of the gradient. Collective."""
         record, sums = trainer.state.update_output, self._sums
         assert record is not None  # noqa: S101  # published before this event
@@ -140,7 +140,7 @@ class SeveralGradients(Handler):
                 "SeveralGradients needs a loss that is a mapping of several terms, and forward returned one number; return "
                 "ForwardOutput({'a': (a_sum, n), 'b': (b_sum, m)}), and give updates with another forward a name"
             )
-        with_gradient = [parameter for parameter in self._parameters if parameter.grad is not None]
+        with_gradient = [parameter for parameter in self._shared if parameter.grad is not None]
         if not sizes or not with_gradient:
             return
         means = {
