@@ -45,6 +45,8 @@ PROGRAMS = {
     "vae": ("a schedule in the loss; steps along the sum; logs with denominators of their own", 80),
     "maml": ("an inner step that is differentiated", 20),
     "ppo": ("rounds: a rollout, and updates on it until the policy has moved far; saved at the end of a round", 4),
+    "dpo": ("pairs of answers, with what a reference model says of them in the data", 30),
+    "grpo": ("a rollout for each update; rewards compared within a micro-batch; a penalty by a reference model", 20),
     "prioritised_replay": ("errors of single samples, of all ranks, by which the loop samples; a target network", 30),
     "bert": ("two losses with denominators of their own", 60),
     "fixmatch": ("labelled and unlabelled data from two loaders, with a denominator each", 100),

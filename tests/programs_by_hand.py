@@ -493,3 +493,37 @@ def stylegan2(program: Any, num_rounds: int) -> Trained:
             step(program.PATH * program.G_EVERY * (lengths - length).square().mean(), g_optimizer)
             length += (1 - program.DECAY) * (lengths.mean().item() - length)
     return nn.ModuleDict({"d": d_net, "g": average}), losses
+
+
+@_listed
+def dpo(program: Any, num_updates: int) -> Trained:
+    speaker, optimizer = program.build()
+    losses = []
+    for group in groups(program.data(speaker), num_updates):
+        size = sum(len(chosen) for chosen, *_ in group)
+        total = 0.0
+        optimizer.zero_grad()
+        for pairs in group:
+            loss, _ = program.preference_loss(speaker, pairs)
+            loss.backward()
+            total += loss.item()
+        _divide_gradients(speaker, size)
+        optimizer.step()
+        losses.append(total / size)
+    return speaker, losses
+
+
+@_listed
+def grpo(program: Any, num_updates: int) -> Trained:
+    (speaker, optimizer), (reference, _) = program.build(), program.build()
+    rewards = []
+    for update in range(num_updates):
+        prompts = range(program.GROUP * update, program.GROUP * (update + 1))
+        rollouts = [program.answer(speaker, prompt) for prompt in prompts]
+        optimizer.zero_grad()
+        for rollout in rollouts:
+            program.policy_loss(speaker, reference, rollout).backward()
+        _divide_gradients(speaker, sum(texts[:, 1:].numel() for texts, _ in rollouts))
+        optimizer.step()
+        rewards.append(sum(reward.mean().item() for _, reward in rollouts) / len(rollouts))
+    return speaker, rewards

@@ -44,11 +44,11 @@ class Counting:
 
 
 def test_a_case_of_plain_torch_passes() -> None:
-    """Bitwise where it runs in one process, and equal to rounding on two; weights in two ways."""
+    """Bitwise where it runs in one process, and equal to rounding on two; weights in three ways."""
     with Ranks() as ranks:
         found = try_case("points", GOOD, ranks)
     assert [*found] == [*CHECKS]
-    assert [found[check] for check in ("one", "four", "killed", "weights")] == ["bitwise"] * 3 + ["2 ways"]
+    assert [found[check] for check in ("one", "four", "killed", "weights")] == ["bitwise"] * 3 + ["3 ways"]
     assert found["ranks"] == "bitwise" or float(found["ranks"]) < 1e-12
 
 

@@ -42,6 +42,7 @@ FAST = {
     "clip": 2,  # and one that knows its place in the group
     "maml": 2,  # derivatives of derivatives
     "ppo": 2,  # rounds of several updates
+    "grpo": 2,  # a rollout of the model itself for each update
     "prioritised_replay": 6,  # what the update gives for single samples
     "bert": 2,  # losses with denominators of their own
     "fixmatch": 10,  # two loaders, and a loss that is 0 until the model is sure of something
