@@ -20,6 +20,7 @@ from ignite_train.errors import (
     NonFiniteError,
     SparseGradientError,
     TrainingError,
+    UnlikeMicroBatchesError,
     UnlikeParametersError,
     UnreadableCheckpointError,
 )
@@ -96,6 +97,7 @@ __all__ = [
     "Trainer",
     "TrainingError",
     "Tuned",
+    "UnlikeMicroBatchesError",
     "UnlikeParametersError",
     "UnreadableCheckpointError",
     "UpdateOptions",

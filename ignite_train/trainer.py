@@ -26,7 +26,7 @@ from ignite_train.engine.dispatch import Attachable, Stateful, add_counters
 from ignite_train.engine.ignite_state import from_ignite_state, is_ignite_state
 from ignite_train.engine.introduction import introduction
 from ignite_train.engine.limits import checked_limits, checked_loader
-from ignite_train.engine.loop import Batches, Loop
+from ignite_train.engine.loop import Loop
 from ignite_train.engine.sections import Sections
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
 from ignite_train.forward import Forward, ForwardOutput
@@ -140,6 +140,7 @@ class Trainer(Loop):
         self.default_handlers: list[DefaultHandler] = []  # attached by default and not by the user
         self.data = RunData(grouping, self.state, self.progress, lambda: this.fire_event(Events.DATALOADER_STOP_ITERATION))
         self._output_transform = output_transform
+        self._is_alone = collectives.world_size() == 1  # asked once
         self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
 
     @property
@@ -471,7 +472,7 @@ class Trainer(Loop):
             self.terminate_epoch(agreed=True)
         if requests.interrupt:
             self.interrupt(agreed=True)
-        self.data.ranks_have_more = requests.more_data > 0
+        self.progress.ranks_have_more = requests.more_data > 0
         for callback in self.moments.after_update:
             callback(self)
         state, output = self.state, self.state.update_output
@@ -676,13 +677,11 @@ class Trainer(Loop):
     def _keeps_open(self, batches: Any) -> bool:
         return self.data.keeps_open(batches)
 
-    def _fetch(self, batches: Any) -> Any:
-        group = super()._fetch(batches)
+    def _note_fetched(self, group: Any, batches: Any) -> None:
         if self._sections is not None and type(group) is ArrivingGroup:  # an abstract class is asked slowly
             group.waiting = partial(self._sections.within, "data")
         self.data.fetched(group, batches)
         self.requests.more_data, self.progress.micro_batches_before = batches.more, self.state.num_micro_batches
-        return group
 
     def _take_back(self) -> None:
         super()._take_back()
@@ -700,15 +699,12 @@ class Trainer(Loop):
     def _batch(self) -> Sequence[Any]:
         return self.data.group()
 
-    def _epoch_is_over(self, batches: Batches) -> bool:
-        return super()._epoch_is_over(batches) or not self.data.ranks_have_more
-
     def _take_up_stops(self, *, between_updates: bool = False) -> None:
         """Between two epochs, where a run is entered, and in a single process no update carries requests to other ranks."""
         stop, interrupt = self.requests.stop, self.requests.interrupt
         if between_updates:
             stop, interrupt = (number > 0 for number in collectives.largest(stop, interrupt))
-        if between_updates or collectives.world_size() == 1:
+        if (stop or interrupt) and (between_updates or self._is_alone):
             if stop and not self.should_terminate:
                 self.terminate(agreed=True)
             if interrupt:

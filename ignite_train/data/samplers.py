@@ -7,11 +7,12 @@ from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Sampler
 
 from ignite_train.arguments import describe, whole_number
 from ignite_train.data.epoch_order import Order, epoch_order
-from ignite_train.ranks import collectives
+from ignite_train.ranks.data_ranks import share_of
 
 __all__ = ["HasEpoch", "ShardedSampler", "samplers_of", "set_epoch"]
 
@@ -69,6 +70,8 @@ class ShardedSampler(Sampler[int]):
         dataset: anything with a length.
         shuffle: a new order in each epoch, which depends on (seed, epoch) only.
         seed: of the order; the same on all ranks.
+        mesh: the dimensions of a device mesh over which samples differ, such as `mesh["dp"]`: the samples are dealt out to the
+            ranks along these, and ranks that differ in other dimensions only get the same. None: each rank gets its own.
 
     Raises:
         TypeError: the dataset has no length.
@@ -80,12 +83,13 @@ class ShardedSampler(Sampler[int]):
         [0, 1, 2, 3]
     """
 
-    def __init__(self, dataset: Sized, *, shuffle: bool, seed: int = 0) -> None:
+    def __init__(self, dataset: Sized, *, shuffle: bool, seed: int = 0, mesh: DeviceMesh | None = None) -> None:
         if not isinstance(dataset, Sized):
             raise TypeError(f"dataset must have a length, got {describe(dataset)}")
         self._length, self._shuffle = len(dataset), shuffle
         self._seed = whole_number("seed", seed)
         self._epoch = self._start = 0
+        self._mesh = mesh
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next pass; a trainer calls it."""
@@ -104,15 +108,22 @@ class ShardedSampler(Sampler[int]):
         return {"samples": self._length, "shuffle": self._shuffle, "seed": self._seed}
 
     def __repr__(self) -> str:
-        rank = f"rank {collectives.rank()} of {collectives.world_size()}"
+        rank = "rank {} of {}".format(*share_of(self._mesh))
         return f"{type(self).__name__}({self._length} samples, shuffle={self._shuffle}, seed={self._seed}, {rank})"
 
     def __len__(self) -> int:
-        return len(range(self._start + collectives.rank(), self._length, collectives.world_size()))
+        rank, num_ranks = share_of(self._mesh)
+        return len(range(self._start + rank, self._length, num_ranks))
+
+    @property
+    def num_shares(self) -> int:
+        """Among how many ranks the samples are dealt out."""
+        return share_of(self._mesh)[1]
 
     def __iter__(self) -> Iterator[int]:
         start, self._start = self._start, 0
-        positions = range(start + collectives.rank(), self._length, collectives.world_size())
+        rank, num_ranks = share_of(self._mesh)
+        positions = range(start + rank, self._length, num_ranks)
         return chain.from_iterable(_chunks(positions, self._order_of_epoch())) if self._shuffle else iter(positions)
 
     def _order_of_epoch(self) -> Order:

@@ -86,7 +86,7 @@ class FirstForward:
         check: Callable[[Any], list[str]],
         replace: Callable[[BoundForward], None],
     ) -> None:
-        self.forward, self._guard, self._check, self._replace = forward, guard, check, replace
+        self.forward, self._guard, self._check, self._set_forward = forward, guard, check, replace
         self._is_checked = False
 
     def __call__(self, model: nn.Module, micro_batch: Any) -> Any:
@@ -97,7 +97,7 @@ class FirstForward:
                 self._is_checked, messages = True, self._check(micro_batch)
             returned = self.forward(model, micro_batch)
         if _size_is_known(returned):
-            self._replace(self.forward)
+            self._set_forward(self.forward)
         for message in messages:
             warnings.warn(message, LossDeclarationWarning, stacklevel=2)
         return returned
