@@ -6,6 +6,7 @@ import logging
 import math
 import resource
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from ignite.engine import Engine, Events, RemovableEventHandle
 
 from ignite_train.arguments import AMOUNT, MAPPING, NUMBER, NUMBERS, TEXTS, check_fields, did_you_mean, real_number
+from ignite_train.engine.hints import hints
 from ignite_train.engine.sections import SECTIONS, Sections
 from ignite_train.events import Event, every
 from ignite_train.kinds_of_handlers import Handler
@@ -128,6 +130,7 @@ class TrainingMetrics(Handler):
         self._logs: dict[str, float] = {}
         self._log_weights: dict[str, float] = {}  # of those with a denominator of their own
         self._published: set[str] = set()  # logs of the interval before
+        self._trainer: weakref.ref[Trainer] | None = None
         self._before_run: dict[str, float] = {}  # seconds by section, of earlier runs and processes
         self._offset = dict.fromkeys(SECTIONS, 0.0)  # from seconds of this process to those of the interval
         self._begin_interval()
@@ -170,14 +173,18 @@ class TrainingMetrics(Handler):
         return {name: self._totals[name] + seconds[name] for name in SECTIONS}
 
     def rows_at_end(self) -> Iterator[tuple[str, str]]:
-        """The time of each section that took some of this run."""
+        """The time of each section that took some of this run, and what would make it quicker; see `hints`."""
         seconds = {name: value - self._before_run.get(name, 0.0) for name, value in self.seconds_by_section.items()}
         for name, value in seconds.items():
             if (share := value / (sum(seconds.values()) or 1.0)) >= _SMALLEST_SHARE:
                 yield "time", f"{name.replace('_', ' ')} {value:.1f} s ({share:.0%})"
+        if self._trainer is not None and (trainer := self._trainer()) is not None:
+            device, precision = next(trainer.model.parameters()).device, trainer.config.get("precision", "fp32")
+            for hint in hints(seconds, trainer.state.dataloader, device, precision, epochs=trainer.state.epoch):
+                yield "hint", hint
 
-    def _note_start(self, _trainer: Trainer) -> None:
-        self._before_run = self.seconds_by_section
+    def _note_start(self, trainer: Trainer) -> None:
+        self._before_run, self._trainer = self.seconds_by_section, weakref.ref(trainer)
 
     def __call__(self, trainer: Trainer) -> None:
         """Publishes, and begins the next interval."""

@@ -14,7 +14,7 @@ import torch
 from ignite.engine import Events, _prepare_batch
 from ignite.utils import manual_seed
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -621,14 +621,19 @@ def _check_closure(options: UpdateOptions, model: nn.Module, optimizers: Optimiz
             f"closure must be False with {len(optimizers.named)} optimizers, got {options.closure!r}: each would evaluate the "
             "loss while the others have moved; pass one optimizer over all parameters"
         )
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError(
-            f"closure must be False for a model that fully_shard was applied to, got {options.closure!r}: LBFGS, SAM and their "
-            "like add up over the shards of one rank; use DistributedDataParallel"
+            f"closure must be False for a model with DTensors, as fully_shard makes them, got {options.closure!r}: LBFGS, SAM "
+            "and their like add up over the shards of one rank; use DistributedDataParallel"
         )
 
 
 def _check_model(model: Any) -> None:
+    if type(model).__module__.startswith("torch.distributed.pipelining"):
+        raise TypeError(
+            f"model must be a whole model on each rank, or on a mesh, got a {type(model).__name__} of a pipeline, whose stages "
+            "have no update of their own; use tensor parallel and fully_shard, with options=UpdateOptions(data_dims=...)"
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {describe(model)}")
     if not any(parameter.requires_grad for parameter in model.parameters()):

@@ -197,7 +197,7 @@ def new_model(layout: Layout) -> nn.Module:
     return layout.model().double()
 
 
-def groups_of(layout: Layout, steps: int, cut: str, updates: int = 3) -> list[list[list[Sample]]]:
+def groups_of(layout: Layout, steps: int, cut: str, updates: int = 3, seed: int = 5) -> list[list[list[Sample]]]:
     """For each update, for each data rank that is fed on its own, its micro-batches.
 
     `cut`: `"ragged"`, or `"missing"` where a data rank has none in the second update and fewer in the others.
@@ -205,7 +205,7 @@ def groups_of(layout: Layout, steps: int, cut: str, updates: int = 3) -> list[li
     ranks = 1
     for name, size in zip(layout.names, layout.shape, strict=True):
         ranks *= size if name in layout.feeds else 1
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
     found: list[list[list[Sample]]] = []
     for update in range(updates):
         found.append([])
@@ -259,12 +259,17 @@ class Record(NamedTuple):
     tokens: float
 
 
+Result = tuple[dict[str, Tensor], list[Record]]
+
+
 def trainer_of(layout: Layout, model: nn.Module, optimizer: Optimizer, **arguments: Any) -> Trainer:
     options = {"data_dims": layout.data_dims} | arguments.pop("options", {})
     return create_trainer(model, optimizer, layout.forward, options=UpdateOptions(**options), **arguments)
 
 
-def train(name: str, optimizer: str, steps: int, cut: str, limit: float | None) -> tuple[dict[str, Tensor], list[Record]]:
+def train(
+    name: str, optimizer: str, steps: int, cut: str, limit: float | None, seed: int = 5
+) -> tuple[dict[str, Tensor], list[Record]]:
     """The parameters and the records after three updates on a mesh."""
     layout = LAYOUTS[name]
     model, mesh = on_mesh(layout)
@@ -273,7 +278,7 @@ def train(name: str, optimizer: str, steps: int, cut: str, limit: float | None) 
     )
     records = []
     with trainer.session(max_iters=3):
-        for group in groups_of(layout, steps, cut):
+        for group in groups_of(layout, steps, cut, seed=seed):
             output = trainer.update(group[place(layout, mesh)])
             assert output.applied
             records.append(
@@ -282,12 +287,14 @@ def train(name: str, optimizer: str, steps: int, cut: str, limit: float | None) 
     return whole(model), records
 
 
-def by_hand(name: str, optimizer: str, steps: int, cut: str, limit: float | None) -> tuple[dict[str, Tensor], list[Record]]:
+def by_hand(
+    name: str, optimizer: str, steps: int, cut: str, limit: float | None, seed: int = 5
+) -> tuple[dict[str, Tensor], list[Record]]:
     """The same on one process, with torch alone."""
     layout = LAYOUTS[name]
     model = new_model(layout)
     stepping, records = OPTIMIZERS[optimizer](model.parameters()), []
-    for group in groups_of(layout, steps, cut):
+    for group in groups_of(layout, steps, cut, seed=seed):
         micro_batches = [micro_batch for own in group for micro_batch in own]
         loss: Any = sum(forward(model, micro_batch).loss for micro_batch in micro_batches)
         size = sum(y.numel() for _, y in micro_batches)

@@ -330,8 +330,8 @@ def _check_loads(name: str, optimizer: Optimizer) -> None:
 
 
 def _plain(name: str) -> str:
-    """The name of a parameter without what `torch.compile` adds to it."""
-    return name.replace("_orig_mod.", "")
+    """The name of a parameter without what `torch.compile` and activation checkpointing add to it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 @contextmanager

@@ -231,6 +231,7 @@ class MicroBatchPass:
         if self._is_stream:
             self._used = [sys.maxsize] * len(self.lengths)
         self.max_micro_batches, self.more = None, 1
+        self._most_used = max(self._used)
         self._fills_up = collectives.world_size() > 1  # with empty groups, while other ranks have more
         self._looks_ahead = self._fills_up and self.length is None
         self._groups_arrive = _reads_ahead(loader) and not (grouping._needs_whole_groups or self._looks_ahead)
@@ -239,8 +240,8 @@ class MicroBatchPass:
         self._nothing_behind = False  # the look ahead has found no other group
         self._read = self.num_read = 0  # micro-batches since the position was found, and in the latest group
         self._is_noted = True  # the place after the latest group; not while it arrives, nor where reading it has failed
-        self._ended = self._exhausted = False  # no group is left; the loader is exhausted
-        self._finished = False  # the epoch is over, and not only the run
+        # No group is left; the loader is exhausted; the epoch is over, and not only the run.
+        self._ended = self._exhausted = self._finished = False
         self._surplus: bool | None = None  # whether the loader gave more than its length; None: not looked at yet
         self._micro_batches = iter(()) if self._place.at_end else self._opened(loader)
         if self._place.reads_past:
@@ -262,10 +263,9 @@ class MicroBatchPass:
         if isinstance(group, list):
             self._note()
         if self.length is not None:
-            self.max_micro_batches = min(max(self._used), self._position) - begin
-            if self._grouping._lends and (
-                self._grouping.none_is_empty or min(self._used) < min(max(self._used), self._position)
-            ):
+            reached = min(self._most_used, self._position)
+            self.max_micro_batches = reached - begin
+            if self._grouping._lends and (self._grouping.none_is_empty or min(self._used) < reached):
                 self.max_micro_batches = None  # the ranks agree on it when they know what each of them has
         if self._fills_up and isinstance(group, list):
             self._leave_out(group, begin)

@@ -221,7 +221,7 @@ class _Watched:
                 continue
             for parameter in parameters:
                 entries = states.get(parameter)
-                if entries and isinstance(entries, Mapping):
+                if entries and (type(entries) is dict or isinstance(entries, Mapping)):  # the one is told faster
                     tensors += [entry for entry in entries.values() if isinstance(entry, Tensor)]
         return tensors
 
