@@ -43,6 +43,7 @@ test-all: check  ## lint, types and all tests but the nightly ones
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell *.md docs ignite_train handlers examples benchmarks tests
 	$(BIN)/mypy
 
 nightly: $(INSTALLED)  ## the tests that take longer than the gate allows

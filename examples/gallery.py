@@ -86,7 +86,7 @@ def kills(output: Path = PICTURES / "kills.png") -> None:
     for update in KILLED_AFTER:
         axes.axvline(update, color=KILL, linestyle="--", linewidth=1, label="SIGKILL" if update == KILLED_AFTER[0] else None)
     axes.set(xlabel="update", ylabel="loss of the update")
-    axes.legend(frameon=False)
+    axes.legend(framealpha=1, edgecolor="none", loc="upper center")
     figure.savefig(output, dpi=110)
 
 
@@ -106,7 +106,7 @@ def cost(output: Path = PICTURES / "cost.png") -> None:
     bars = axes.barh(names, ratios, color=[OURS if name.startswith("ignite_train") else OTHERS for name in names])
     axes.bar_label(bars, padding=3, color=INK, fmt="%.2f")
     axes.axvline(1.0, color=KILL, linewidth=1)
-    axes.set(xlabel="processor time of a small update, loop by hand = 1")
+    axes.set(xlabel="time of an update", xlim=(0, 1.15 * max(ratios)))
     figure.savefig(output, dpi=110)
 
 
