@@ -198,6 +198,7 @@ def test_what_cannot_be_right_is_refused(four: Ranks, what: str, words: str) -> 
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
 @settings(max_examples=300, deadline=None, database=None, derandomize=True)
 @given(st.data())
 def test_random_cases(four: Ranks, data: st.DataObject) -> None:
