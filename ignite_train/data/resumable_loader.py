@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from ignite_train.arguments import describe, positive_int, whole_number
+from ignite_train.data.dealing import Dealing
 from ignite_train.data.fetch_thread import FetchThread
 from ignite_train.data.samplers import HasEpoch, ShardedSampler
 from ignite_train.data.token_budget_sampler import TokenBudgetSampler
@@ -21,7 +22,6 @@ from ignite_train.model.random_state import (
     seed_of,
     seed_random_state,
 )
-from ignite_train.ranks import collectives
 
 __all__ = ["HasSampleSeed", "ResumableLoader"]
 
@@ -140,7 +140,7 @@ class ResumableLoader(DataLoader[Any]):
     @property
     def samples_per_round(self) -> int:
         """Samples in one micro-batch of each rank; with `batches` the place is counted in these, and it is one of each rank."""
-        return int(self.batch_size or 1) * collectives.world_size()
+        return int(self.batch_size or 1) * self._order.dealing.size
 
     def seek(self, samples: int) -> None:
         """Lets the next pass start after `samples` samples, counted over all ranks; `len()` then counts what is left.
@@ -148,6 +148,10 @@ class ResumableLoader(DataLoader[Any]):
         With `batches` it is so many batches.
         """
         self._order.seek(samples)
+
+    def deal_by(self, dealing: Dealing) -> None:
+        """Has the next passes deal samples to others than the ranks; a trainer whose replicas come and go calls it."""
+        self._order.dealing = dealing
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next pass; a trainer calls it."""

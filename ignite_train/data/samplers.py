@@ -10,8 +10,8 @@ import numpy as np
 from torch.utils.data import DataLoader, Sampler
 
 from ignite_train.arguments import describe, whole_number
+from ignite_train.data.dealing import Dealing
 from ignite_train.data.epoch_order import Order, epoch_order
-from ignite_train.ranks import collectives
 
 __all__ = ["HasEpoch", "ShardedSampler", "samplers_of", "set_epoch"]
 
@@ -70,6 +70,9 @@ class ShardedSampler(Sampler[int]):
         shuffle: a new order in each epoch, which depends on (seed, epoch) only.
         seed: of the order; the same on all ranks.
 
+    Attributes:
+        dealing: to whom; the ranks, unless replicas come and go.
+
     Raises:
         TypeError: the dataset has no length.
         ValueError: `seed` is negative or not a whole number.
@@ -86,6 +89,7 @@ class ShardedSampler(Sampler[int]):
         self._length, self._shuffle = len(dataset), shuffle
         self._seed = whole_number("seed", seed)
         self._epoch = self._start = 0
+        self.dealing = Dealing()
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next pass; a trainer calls it."""
@@ -104,15 +108,15 @@ class ShardedSampler(Sampler[int]):
         return {"samples": self._length, "shuffle": self._shuffle, "seed": self._seed}
 
     def __repr__(self) -> str:
-        rank = f"rank {collectives.rank()} of {collectives.world_size()}"
+        rank = f"rank {self.dealing.rank} of {self.dealing.size}"
         return f"{type(self).__name__}({self._length} samples, shuffle={self._shuffle}, seed={self._seed}, {rank})"
 
     def __len__(self) -> int:
-        return len(range(self._start + collectives.rank(), self._length, collectives.world_size()))
+        return len(range(self._start + self.dealing.rank, self._length, self.dealing.size))
 
     def __iter__(self) -> Iterator[int]:
         start, self._start = self._start, 0
-        positions = range(start + collectives.rank(), self._length, collectives.world_size())
+        positions = range(start + self.dealing.rank, self._length, self.dealing.size)
         return chain.from_iterable(_chunks(positions, self._order_of_epoch())) if self._shuffle else iter(positions)
 
     def _order_of_epoch(self) -> Order:

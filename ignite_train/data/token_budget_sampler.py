@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from ignite_train.arguments import describe, one_of, positive_int, whole_number
+from ignite_train.data.dealing import Dealing
 from ignite_train.data.epoch_order import Order, epoch_order
 from ignite_train.ranks import collectives
 
@@ -104,6 +105,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         self._first_batches = np.cumsum([0, *(bucket.num_batches for bucket in self._buckets)])  # of each bucket
         self.num_batches = int(self._first_batches[-1])
         self.epoch = self._start = 0
+        self.dealing = Dealing()
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next pass; a trainer calls it."""
@@ -120,15 +122,15 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
     def __repr__(self) -> str:
         batches = f"{self.num_samples - self.num_skipped} samples in {self.num_batches} batches, max_tokens={self._max_tokens}"
-        rank = f"rank {collectives.rank()} of {collectives.world_size()}"
+        rank = f"rank {self.dealing.rank} of {self.dealing.size}"
         return f"{type(self).__name__}({batches}, shuffle={self._shuffle}, seed={self._seed}, {rank})"
 
     def __len__(self) -> int:
-        return len(range(self._start + collectives.rank(), self.num_batches, collectives.world_size()))
+        return len(range(self._start + self.dealing.rank, self.num_batches, self.dealing.size))
 
     def __iter__(self) -> Iterator[list[int]]:
         start, self._start = self._start, 0
-        return self._batches(range(start + collectives.rank(), self.num_batches, collectives.world_size()), self.epoch)
+        return self._batches(range(start + self.dealing.rank, self.num_batches, self.dealing.size), self.epoch)
 
     def _batches(self, positions: range, epoch: int) -> Iterator[list[int]]:
         """The batches at these positions of the epoch. What comes before them is not computed."""
