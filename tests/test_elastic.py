@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,15 @@ import torch
 from ignite.engine import Events
 from torch import nn
 
-from ignite_train import ForwardOutput, MembersChangedError, ResumableLoader, TrainEvents, UpdateOptions, create_trainer
+from ignite_train import (
+    ForwardOutput,
+    MembersChangedError,
+    ResumableLoader,
+    TokenBudgetSampler,
+    TrainEvents,
+    UpdateOptions,
+    create_trainer,
+)
 from ignite_train.data.dealing import ElasticDealing
 from ignite_train.ranks import members, wrapping
 
@@ -226,8 +237,19 @@ def test_a_state_that_is_handed_over_continues_bitwise(with_members: Callable[[F
 # --- dealing ---
 
 
+def indices(number: int, seed: int, batches: str) -> ResumableLoader:
+    """A loader of the numbers of its samples."""
+    if batches == "samples":
+        return ResumableLoader(torch.arange(number), batch_size=2, shuffle=True, seed=seed)
+    sampler = TokenBudgetSampler([1 + index % 3 for index in range(number)], max_tokens=5, shuffle=True, seed=seed)
+    return ResumableLoader(torch.arange(number), batches=sampler, seed=seed)
+
+
+@pytest.mark.parametrize("batches", ["samples", "tokens"])
 @pytest.mark.parametrize("seed", range(20))
-def test_each_sample_is_dealt_once_whoever_takes_part(with_members: Callable[[FewMembers], None], seed: int) -> None:
+def test_each_sample_is_dealt_once_whoever_takes_part(
+    with_members: Callable[[FewMembers], None], seed: int, batches: str
+) -> None:
     """The passes of all members side by side: at random updates others take part, and what is left is dealt again."""
     draw = random.Random(seed)  # noqa: S311  # a test
     number, group = draw.randint(1, 60), draw.randint(1, 3)
@@ -239,7 +261,7 @@ def test_each_sample_is_dealt_once_whoever_takes_part(with_members: Callable[[Fe
             few.rank, few.size = rank, size
             with_members(few)
             trainer = make(accumulation_steps=group)
-            data = ResumableLoader(torch.arange(number), batch_size=2, shuffle=True, seed=seed)
+            data = indices(number, seed, batches)
             grouping = trainer.data.grouping
             shares.append(grouping(data, epoch=1, first_update=1, skip=done, position=place))
         lengths = {share.length for share in shares}
@@ -269,3 +291,19 @@ def test_each_member_knows_the_shares_of_all() -> None:
 
     assert dealing.lengths(lambda: len(data)) == [2, 2, 1]
     assert (dealing.rank, len(data)) == (1, 2)
+
+
+# --- the simulation of goodput ---
+
+
+def test_the_simulation_of_restarts_agrees_with_the_closed_form() -> None:
+    """The benchmark compares itself with Daly's formula, and ends with an error where they differ."""
+    script = Path(__file__).parent.parent / "benchmarks/goodput.py"
+    if not script.exists():
+        pytest.skip("looks at a checkout, and this is none")
+    command = [sys.executable, str(script), "--check", "--failures", "100000"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+
+    assert [int(row[0]) for row in rows] == [8, 100, 1_000, 10_000, 100_000]
+    assert all(float(row[3].rstrip("%")) > float(row[1].rstrip("%")) for row in rows)
