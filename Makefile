@@ -13,12 +13,13 @@ COMPILED := env -u PYTHONDONTWRITEBYTECODE
 PYTEST := $(COMPILED) $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 BENCH_VENV := .venv-bench
 XLA_VENV := .venv-xla
+DOCS_VENV := .venv-docs
 BENCH_INSTALLED := $(BENCH_VENV)/installed
 
 # Waiting threads that spin take the cores from those that work.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: demo digits quick test slow test-all check nightly mutants torch-versions ignite-suite libraries simulated-accelerator xla-test wheel-test curve bench bench-gpu clean
+.PHONY: demo digits quick test slow test-all check nightly mutants torch-versions ignite-suite libraries migration simulated-accelerator xla-test wheel-test docs gallery curve bench bench-gpu clean
 
 demo: $(INSTALLED)  ## train the language model; NPROC=2 for two processes
 	@echo "Training a small GPT on the source text of Python's standard library, for some minutes. Ctrl-C stops and saves it."
@@ -60,6 +61,9 @@ ignite-suite: $(INSTALLED)  ## Ignite's own tests, and the code of its documenta
 libraries: $(INSTALLED)  ## training with the libraries that people use, into docs/libraries.md; LIBRARIES="timm peft" for some; downloads some GB once
 	$(BIN)/python tests/libraries/run.py $(LIBRARIES)
 
+migration: $(INSTALLED) $(BENCH_INSTALLED)  ## the scripts of docs/migration.md, of the peers and ours, with their numbers compared; downloads the peers once
+	PEERS_PYTHON=$(BENCH_VENV)/bin/python $(COMPILED) $(BIN)/python -m pytest -q -m 'nightly or not nightly' tests/test_migration.py
+
 simulated-accelerator:  ## the tests on an accelerator that is simulated on the CPU, see docs/accelerators.md; builds it once; ACCELERATOR_SOURCE=path offline
 	$(PYTHON) tests/simulated_accelerator.py
 
@@ -82,6 +86,20 @@ wheel-test: $(INSTALLED)  ## the tests of `test` against the built wheel, where 
 	"$$python" -c 'import ignite_train.handlers as h, sys; sys.exit(not h.__file__.startswith(sys.argv[1]))' "$$there" && \
 	$(COMPILED) "$$python" -m pytest -q -n auto --maxprocesses 8 --dist worksteal -o pythonpath= tests && \
 	"$$python" -m pytest -q -o pythonpath= --pyargs ignite_train
+
+gallery: $(INSTALLED)  ## draw docs/pictures/kills.png and cost.png
+	$(BIN)/python examples/gallery.py kills
+	$(BIN)/python examples/gallery.py cost
+
+docs: $(DOCS_VENV)/installed  ## the site, into site/; a warning or a dead link is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build
+
+# The docstrings are read and not imported: neither torch nor the library is needed.
+$(DOCS_VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' | \
+	  $(DOCS_VENV)/bin/python -m pip install --quiet -r /dev/stdin
+	touch $@
 
 curve: $(INSTALLED)  ## train and draw docs/curve.png
 	$(BIN)/python examples/plot_curve.py
@@ -116,4 +134,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(XLA_VENV) .venv-libraries .venv-accelerator .venv-torch-* .ignite-suite build dist *.egg-info runs
+	rm -rf site $(VENV) $(BENCH_VENV) $(DOCS_VENV) $(XLA_VENV) .venv-libraries .venv-accelerator .venv-torch-* .ignite-suite build dist *.egg-info runs

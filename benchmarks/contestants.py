@@ -13,7 +13,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,11 +24,20 @@ import torch
 import torch.distributed as dist
 from ignite.engine import Events
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.optim.lr_scheduler import LambdaLR
 
-from ignite_train import ForwardOutput, Trainer, UpdateOptions, UpdateOutput, attach_defaults, create_trainer
+from ignite_train import (
+    ForwardOutput,
+    Trainer,
+    UpdateOptions,
+    UpdateOutput,
+    attach_defaults,
+    create_supervised_trainer,
+    create_trainer,
+)
 from ignite_train.handlers import (
     EmptyCache,
     FailureBoard,
@@ -317,14 +327,38 @@ def _accumulate_in_contexts(work: Work, model: nn.Module, group: list[Any]) -> T
 # --- this library -----------------------------------------------------------------------------------------------------------
 
 
-def ignite_train(work: Work) -> Outcome:
+def ignite_train(work: Work, *, fast: bool = True) -> Outcome:
     """Nothing attached but what keeps loss and norm."""
-    return run_trainer(work, trainer_of(work))
+    return run_trainer(work, trainer_of(work, fast=fast))
 
 
-def ignite_train_with_handlers(work: Work) -> Outcome:
+def ignite_train_with_log(work: Work, *, fast: bool = True) -> Outcome:
+    """Forward gives one log with each micro-batch."""
+    plain = work.forward
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        loss, sample_size, *_ = plain(model, micro_batch)
+        return ForwardOutput(loss, sample_size, {"nll": loss.detach()})
+
+    return run_trainer(work, trainer_of(replace(work, forward=forward), fast=fast))
+
+
+def ignite_train_supervised(work: Work, *, fast: bool = True) -> Outcome:
+    """`create_supervised_trainer`, which multiplies the mean loss by the number of samples."""
+    trainer = create_supervised_trainer(
+        work.model,
+        work.optimizer,
+        cross_entropy,
+        gradient_accumulation_steps=work.accumulation_steps,
+        max_grad_norm=work.max_grad_norm,
+        options=UpdateOptions(fast=fast),
+    )
+    return run_trainer(work, trainer)
+
+
+def ignite_train_with_handlers(work: Work, *, fast: bool = True) -> Outcome:
     """Every handler that is of use in a run without validation."""
-    trainer, optimizer = trainer_of(work), work.optimizer
+    trainer, optimizer = trainer_of(work, fast=fast), work.optimizer
     every = Events.ITERATION_COMPLETED(every=LOG_EVERY)
     LearningRateSchedule(LambdaLR(optimizer, lambda _step: 1.0)).attach(trainer)
     TrainingMetrics().attach(trainer, every)
@@ -339,9 +373,9 @@ def ignite_train_with_handlers(work: Work) -> Outcome:
     return run_trainer(work, trainer)
 
 
-def ignite_train_with_defaults(work: Work) -> Outcome:
+def ignite_train_with_defaults(work: Work, *, fast: bool = True) -> Outcome:
     """What `attach_defaults` attaches: metrics, lines, a log as JSON and TensorBoard, every 50 updates."""
-    trainer = trainer_of(work)
+    trainer = trainer_of(work, fast=fast)
     with TemporaryDirectory() as directory:
         attach_defaults(trainer, directory=directory, every=LOG_EVERY)
         return run_trainer(work, trainer)
@@ -353,11 +387,6 @@ def ignite_train_compiled(work: Work) -> Outcome:
     outcome = run_trainer(work, trainer)
     check_compiled(trainer)
     return outcome
-
-
-def ignite_train_plain(work: Work) -> Outcome:
-    """Without accelerations."""
-    return run_trainer(work, trainer_of(work, fast=False))
 
 
 def check_compiled(trainer: Trainer) -> None:
@@ -399,3 +428,13 @@ IGNITE_TRAIN: dict[str, Contestant] = {
     "ignite_train, all handlers, a line every 50": ignite_train_with_handlers,
     "ignite_train, attach_defaults, logging every 50": ignite_train_with_defaults,
 }
+WITHOUT_FAST = "without fast/"
+# For optimizers that are not fused, which is what people write by default.
+BY_DEFAULT: dict[str, Contestant] = {
+    "ignite_train": ignite_train,
+    "ignite_train, one log a micro-batch": ignite_train_with_log,
+    "create_supervised_trainer": ignite_train_supervised,
+    "ignite_train, all handlers, a line every 50": ignite_train_with_handlers,
+    "ignite_train, attach_defaults, logging every 50": ignite_train_with_defaults,
+}
+BY_DEFAULT |= {f"{name}, {WITHOUT_FAST}": partial(run, fast=False) for name, run in BY_DEFAULT.items()}

@@ -31,7 +31,7 @@ def folded(work: Work) -> Outcome:
 
 CONTESTANTS: dict[str, contestants.Contestant] = {
     **contestants.BY_HAND,
-    "fast=False": contestants.ignite_train_plain,
+    "fast=False": partial(contestants.ignite_train, fast=False),
     "folded_step": folded,
     "folded_step, direct_step": contestants.ignite_train,
     'compile="update"': contestants.ignite_train_compiled,

@@ -6,7 +6,8 @@
 Needs valgrind (`apt-get install valgrind`). The loops of `overhead.py` train its tiny network, with clipping, on one thread;
 loss and norm of each update are kept. Loops and peers run in processes under valgrind, where the processor is a simple one
 without AVX-512: a ratio of instructions says how much work is spared, not how much time. Garbage is not collected meanwhile.
-A table of its own says what `attach_defaults` adds to the same loop, in updates without a line and over a whole interval.
+What people write by default, with optimizers that are not fused, has tables for 1, 4 and 16 micro-batches an update. A table
+of its own says what `attach_defaults` adds to the same loop, in updates without a line and over a whole interval.
 
 In the updates 1, 2, 4, 8, ... a trainer looks whether forward draws from Python's generator, whose state takes 0.1 million
 instructions to read, and so it does in those that follow them. None of these is among the updates that count.
@@ -21,6 +22,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, NamedTuple
@@ -36,7 +38,7 @@ import peers
 from contestants import LOG_EVERY, REFERENCE, Contestant, MicroBatches, Outcome, Work
 from ignite_train import TrainEvents
 from interleaving import table
-from overhead import forward, mean_loss
+from overhead import DEFAULT_OPTIMIZERS, tiny_work
 
 PAGE = Path(__file__).parent.parent / "docs/performance.md"
 BEGIN, END = "<!-- written by benchmarks/instructions.py -->\n", "<!-- end -->\n"
@@ -67,6 +69,9 @@ LOOPS: dict[str, Loop] = {
 for name, number in zip(WATCHED, (UPDATES, LOG_EVERY), strict=True):  # each with the same updates of a bare trainer
     LOOPS[name] = Loop(contestants.ignite_train_with_defaults, fused=True, warm_up=LOG_EVERY + WARM_UP, updates=number)
     LOOPS[f"{BARE}, {number} later updates"] = LOOPS[name]._replace(run=contestants.ignite_train)
+# What people write by default, in a process for each number of micro-batches. The updates without a line count, as most are.
+BY_DEFAULT = {f"by default, accumulation {steps}": steps for steps in (1, 4, 16)}
+DEFAULT_LOOPS: dict[str, Contestant] = {REFERENCE: contestants.by_hand, **contestants.BY_DEFAULT}
 PEERS: dict[str, Contestant] = peers.WITHOUT_LOGGING | {"Transformers Trainer, logging every 50": peers.transformers}
 STAGES = ("forward and loss", "backward", "norm, decision", "clipping, step, clearing", "all between updates")
 
@@ -148,15 +153,16 @@ class Counter:
 LOOPS[PIECES] = Loop(pieces_alone, fused=True)
 
 
-def work_for(optimizer: str, counter: Counter, *, fused: bool, warm_up: int = WARM_UP, updates: int = UPDATES) -> Work:
+def work_for(
+    optimizer: Callable[..., Any], counter: Counter, warm_up: int = WARM_UP, updates: int = UPDATES, steps: int = 1
+) -> Work:
     """The tiny network, whose loader tells `counter` which updates count."""
-    torch.manual_seed(0)
-    nn = torch.nn
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-    batches = [(torch.randn(16, 32), torch.randint(8, (16,))) for _ in range(64)]
-    loader = MicroBatches(batches, steps=1, stretch=updates, stretches=1, warm_up=warm_up, before_note=counter.note)
-    kind = OPTIMIZERS[optimizer](model.parameters(), fused=fused)
-    return Work(model=model, optimizer=kind, micro_batches=loader, mean_loss=mean_loss, forward=forward, accumulation_steps=1)
+    work = tiny_work(steps, 1, optimizer=optimizer)
+    batches = [*islice(work.micro_batches, 64)]
+    work.micro_batches = MicroBatches(
+        batches, steps=steps, stretch=updates, stretches=1, warm_up=warm_up, before_note=counter.note
+    )
+    return work
 
 
 def by_hand_in_stages(work: Work, mark: Callable[[str], None]) -> Outcome:
@@ -195,7 +201,13 @@ STAGED = {f"{REFERENCE}": (by_hand_in_stages, False), f"ignite_train, {FUSED}": 
 
 
 def whole(name: str) -> list[tuple[str, str, str | None]]:
-    """What is counted in one process: optimizer, loop and stage, in this order; `name` is that of a peer, or empty for ours."""
+    """What is counted in one process: optimizer, loop and stage, in this order.
+
+    Args:
+        name: of a peer, one of `BY_DEFAULT`, or empty for the other loops of ours.
+    """
+    if name in BY_DEFAULT:
+        return [(kind, loop, None) for kind in DEFAULT_OPTIMIZERS for loop in DEFAULT_LOOPS]
     loops: list[tuple[str, str, str | None]] = [
         (kind, loop, None) for kind in OPTIMIZERS for loop in ([name] if name else LOOPS)
     ]
@@ -218,12 +230,15 @@ def count_here(name: str) -> None:
         pass  # valgrind hears it while this process runs; imports went before, since they take minutes if they are watched
     for kind, loop, stage in whole(name):
         counter = Counter(stage)
-        if stage is not None:
+        if name in BY_DEFAULT:
+            warm_up = LOG_EVERY + WARM_UP if "every" in loop else WARM_UP
+            contestants.run(DEFAULT_LOOPS[loop], work_for(DEFAULT_OPTIMIZERS[kind], counter, warm_up, steps=BY_DEFAULT[name]))
+        elif stage is not None:
             run, fused = STAGED[loop]
-            contestants.run(partial(run, mark=counter.mark), work_for(kind, counter, fused=fused))
+            contestants.run(partial(run, mark=counter.mark), work_for(partial(OPTIMIZERS[kind], fused=fused), counter))
         else:
             contestant, fused, warm_up, updates = loop_of(loop)
-            contestants.run(contestant, work_for(kind, counter, fused=fused, warm_up=warm_up, updates=updates))
+            contestants.run(contestant, work_for(partial(OPTIMIZERS[kind], fused=fused), counter, warm_up, updates))
         counter.write()
         gc.collect()
 
@@ -249,20 +264,21 @@ def count(name: str) -> dict[tuple[str, str, str | None], int]:
             print(f"left out: {name}, which did not run under valgrind (status {ended.returncode})", file=sys.stderr)
             return {}
         found = [re.search(r"^totals: (\d+)", text.read_text(encoding="utf-8"), re.MULTILINE) for text in texts]
-    updates = [UPDATES if stage is not None else loop_of(loop).updates for _, loop, stage in whole(name)]
+    updates = [UPDATES if stage is not None or name in BY_DEFAULT else loop_of(loop).updates for _, loop, stage in whole(name)]
     return {what: int(match[1]) // each for what, match, each in zip(whole(name), found, updates, strict=True) if match}
 
 
 def loops_table(counts: dict[tuple[str, str, str | None], int]) -> str:
     """Each loop beside the one by hand with torch's default optimizer."""
     rows = []
+    kinds = [*dict.fromkeys(kind for kind, _, _ in counts)]
     for loop in dict.fromkeys(loop for _, loop, stage in counts if stage is None):
         row = [loop]
-        for kind in OPTIMIZERS:
+        for kind in kinds:
             number, reference = counts[kind, loop, None], counts[kind, REFERENCE, None]
             row += [f"{number / 1e3:.0f}", f"{number / reference:.3f}"]
         rows.append(row)
-    return table(["loop", *(text for kind in OPTIMIZERS for text in (f"{kind}: thousand instructions", "ratio"))], rows)
+    return table(["loop", *(text for kind in kinds for text in (f"{kind}: thousand instructions", "ratio"))], rows)
 
 
 def watching_table(counts: dict[tuple[str, str, str | None], int]) -> str:
@@ -292,6 +308,7 @@ def write(text: str) -> None:
 def main(
     inside: Annotated[str | None, Option(hidden=True)] = None,
     only: Annotated[str, Option(help="Peers with this in their name; ours and the loop by hand are always there.")] = "",
+    by_default: Annotated[int | None, Option(help="Only the loops that people write by default, at this accumulation.")] = None,
     *,
     show: Annotated[bool, Option("--print", help="Print the tables, and do not change the page.")] = False,
 ) -> None:
@@ -301,6 +318,11 @@ def main(
         return
     if shutil.which("valgrind") is None:
         print("Nothing was counted, since valgrind is not installed here.")
+        return
+    for name, steps in BY_DEFAULT.items():
+        if by_default in (None, steps):
+            print(f"What people write {name}.\n\n{loops_table(count(name))}\n")
+    if by_default is not None:
         return
     counts = count("")
     if not counts:

@@ -46,6 +46,11 @@ PROGRAMS = {
     "maml": ("an inner step that is differentiated", 20),
     "ppo": ("rounds: a rollout, and updates on it until the policy has moved far; saved at the end of a round", 4),
     "prioritised_replay": ("errors of single samples, of all ranks, by which the loop samples; a target network", 30),
+    "bert": ("two losses with denominators of their own", 60),
+    "fixmatch": ("labelled and unlabelled data from two loaders, with a denominator each", 100),
+    "pcgrad": ("a gradient for each of three tasks, of which one is made", 60),
+    "dp_sgd": ("gradients of single samples are clipped in forward, and noise is added once", 60),
+    "stylegan2": ("lazy regularisers: another forward for some updates, which an average leaves out", 40),
 }
 
 

@@ -41,6 +41,7 @@ from ignite_train.handlers.predict import predict
 from ignite_train.handlers.profiler import Profiler
 from ignite_train.handlers.progress import ProgressLog
 from ignite_train.handlers.reduce_on_plateau import ReduceOnPlateau
+from ignite_train.handlers.several_gradients import SeveralGradients
 from ignite_train.handlers.state_consistency import StateConsistency, StateMismatchError
 from ignite_train.handlers.step_timer import SectionTimes, StepTimer
 from ignite_train.handlers.stochastic_weight_averaging import StochasticWeightAveraging
@@ -82,6 +83,7 @@ __all__ = [
     "ProgressLog",
     "ReduceOnPlateau",
     "SectionTimes",
+    "SeveralGradients",
     "StateConsistency",
     "StateMismatchError",
     "StepTimer",

@@ -55,7 +55,7 @@ class Freeze(Handler):
         if isinstance(module, (nn.Parameter, str)) or not isinstance(module, (nn.Module, Iterable)):
             raise TypeError(f"module must be a torch.nn.Module or a list of parameters, got {describe(module)}")
         self._module: Any = module if isinstance(module, nn.Module) else list(module)
-        self._parameters: list[nn.Parameter] = []
+        self._frozen: list[nn.Parameter] = []
 
     def attach(self, trainer: Trainer) -> None:
         """Freezes them in the updates of `trainer`.
@@ -66,13 +66,13 @@ class Freeze(Handler):
         trained = [parameter for parameter in stepped_parameters(trainer.optimizers) if parameter.requires_grad]
         own = self._module.parameters() if isinstance(self._module, nn.Module) else self._module
         chosen = {id(parameter) for parameter in own}
-        self._parameters = [parameter for parameter in trained if id(parameter) in chosen]
-        if not self._parameters:
+        self._frozen = [parameter for parameter in trained if id(parameter) in chosen]
+        if not self._frozen:
             raise ValueError(
                 f"module must have parameters that the optimizer trains, got {describe(self._module)}; pass a module of the "
                 "model in its final form, as it is after fully_shard"
             )
-        if len(self._parameters) == len(trained):
+        if len(self._frozen) == len(trained):
             raise ValueError(
                 "module must leave something that trains, got all parameters of the optimizer; pass a part of the model"
             )
@@ -86,5 +86,5 @@ class Freeze(Handler):
 
     def _drop(self, trainer: Trainer) -> None:
         if self.is_frozen(trainer.state):
-            for parameter in self._parameters:
+            for parameter in self._frozen:
                 parameter.grad = None

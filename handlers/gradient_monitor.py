@@ -16,6 +16,7 @@ from ignite_train.arguments import positive_int
 from ignite_train.events import TrainEvents
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.ranks import collectives
+from ignite_train.ranks.root_mesh import copies
 from ignite_train.trainer import Trainer
 
 __all__ = ["GradientMonitor", "Histogram"]
@@ -85,7 +86,7 @@ class GradientMonitor(Handler):
         self.histograms: dict[str, Histogram] = {}
         self._handles: list[RemovableEventHandle] = []  # of the update that it looks at
         self._layers: list[str] = []  # of each parameter
-        self._parameters: list[nn.Parameter] = []
+        self._monitored: list[nn.Parameter] = []
         self._weights: list[Tensor] = []  # before the step
         self._found: list[Tensor] = []  # on the device
 
@@ -115,17 +116,17 @@ class GradientMonitor(Handler):
     def _end(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._weights, self._found, self._parameters = [], [], [], []
+        self._handles, self._weights, self._found, self._monitored = [], [], [], []
 
     def _before_step(self, trainer: Trainer) -> None:
         model = trainer.model
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()]
         paths = [name.replace("_orig_mod.", "").split(".")[:-1] for name, _ in named]
         self._layers = [".".join(path[: self.depth]) or "model" for path in paths]
-        self._parameters = [parameter for _, parameter in named]
+        self._monitored = [parameter for _, parameter in named]
         with torch.no_grad():
-            weights = _local(self._parameters)
-            gradients = _local([_NONE.to(p.device, p.dtype) if p.grad is None else p.grad for p in self._parameters])
+            weights = _local(self._monitored)
+            gradients = _local([_NONE.to(p.device, p.dtype) if p.grad is None else p.grad for p in self._monitored])
             factor = trainer.process.mean_factor()
             self._found = [_norms(gradients) * factor, _norms(weights)]
             if self.with_histograms:
@@ -135,7 +136,7 @@ class GradientMonitor(Handler):
 
     def _after_step(self, trainer: Trainer) -> None:
         with torch.no_grad():
-            torch._foreach_sub_(self._weights, _local(self._parameters))
+            torch._foreach_sub_(self._weights, _local(self._monitored))
             self._found.insert(2, _norms(self._weights))
         self._publish(trainer, self._fetch())
         self._end()
@@ -144,8 +145,8 @@ class GradientMonitor(Handler):
         """The squared norms of each parameter, and then counts, over all ranks: one transfer, and one sum if it is sharded."""
         norms, counts = self._found[:3], self._found[3:]
         sums = torch.cat([*(norm.square() for norm in norms), *(count.to(norms[0].dtype) for count in counts)])
-        if any(isinstance(parameter, DTensor) for parameter in self._parameters):
-            shares = [1 / _replicas(parameter) for parameter in self._parameters]
+        if any(isinstance(parameter, DTensor) for parameter in self._monitored):
+            shares = [1 / copies(parameter) for parameter in self._monitored]
             weights = [*shares * 3, *(share for share in shares * 2 for _ in _EDGES[1:])][: len(sums)]
             sums = sums * torch.tensor(weights, dtype=sums.dtype, device=sums.device)
             work = collectives.start_sum(sums)
@@ -199,11 +200,3 @@ def _counts(tensor: Tensor) -> Tensor:
     edges = torch.tensor(_EDGES, dtype=values.dtype, device=values.device)
     below = torch.searchsorted(values.sort().values, edges)
     return below.diff()
-
-
-def _replicas(parameter: nn.Parameter) -> int:
-    """How many ranks hold the same shard."""
-    if not isinstance(parameter, DTensor):
-        return 1
-    placements = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    return math.prod(size for placement, size in placements if placement.is_replicate())

@@ -203,7 +203,7 @@ class Csv(LogFile):
     def _updates(self, file: BinaryIO) -> Iterator[int | None]:
         self._columns = []
         for line in iter(file.readline, b""):
-            fields = _fields(line)
+            fields = _cells(line)
             if not self._columns:
                 self._columns = fields
                 yield None
@@ -221,7 +221,7 @@ class Csv(LogFile):
     def _widen(self, file: BinaryIO, columns: list[str]) -> BinaryIO:
         """Puts a file with these columns and the same lines in the place of `file`."""
         file.seek(0)
-        lines = [_fields(line) for line in file][1:]
+        lines = [_cells(line) for line in file][1:]
         temporary = self.path.with_name(f".{self.path.name}.unfinished")
         text = b"".join(_row(line + [""] * (len(columns) - len(line))) for line in [columns, *lines])
         with temporary.open("wb", buffering=0) as wider:
@@ -239,7 +239,7 @@ def _write_whole(file: BinaryIO, data: bytes) -> None:
         data = data[file.write(data) :]
 
 
-def _fields(line: bytes) -> list[str]:
+def _cells(line: bytes) -> list[str]:
     """The fields of a whole line.
 
     Raises:

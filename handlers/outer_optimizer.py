@@ -96,7 +96,7 @@ class OuterOptimizer(Handler):
         self.count, self.by_inner_rate = one_of("count", count, ("updates", "steps")), by_inner_rate
         self.num_outer_steps, self.grad_norm = 0, math.nan
         self._num_updates = 0  # since the last outer step
-        self._parameters: dict[str, nn.Parameter] = {}
+        self._named: dict[str, nn.Parameter] = {}
         self._weights: dict[str, Tensor] = {}  # after the last outer step
         self._inside: list[Optimizer] = []
 
@@ -168,7 +168,9 @@ class OuterOptimizer(Handler):
     def _take_parameters(self, model: nn.Module) -> None:
         """Finds the parameters of the optimizers inside, which the outer one must have too, by their names."""
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            raise ValueError("model must not be sharded with OuterOptimizer, got one that fully_shard was applied to")
+            raise ValueError(
+                "model must not be sharded with OuterOptimizer, got parameters that are DTensors; use plain replicas"
+            )
         trained = self._rates_inside()
         outer = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         named = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in trained}
@@ -176,7 +178,7 @@ class OuterOptimizer(Handler):
         if missing or len(outer) > len(named):
             what = f"got one without {missing[0]!r}" if missing else f"got {len(outer) - len(named)} that are not trained"
             raise ValueError(f"optimizer must be over the parameters that are trained, {what}; pass model.parameters()")
-        self._parameters = named
+        self._named = named
 
     def _rates_inside(self) -> dict[int, Any]:
         """The learning rate of each parameter by its id, in the groups as they are now: a loaded state brings other groups."""
@@ -192,7 +194,7 @@ class OuterOptimizer(Handler):
         if not self.by_inner_rate:
             return []
         known = self._rates_inside()
-        rates = {name: known[id(parameter)] for name, parameter in self._parameters.items()}
+        rates = {name: known[id(parameter)] for name, parameter in self._named.items()}
         zero = next((name for name, rate in rates.items() if rate == 0), None)
         if zero is not None:
             raise ValueError(
@@ -202,7 +204,7 @@ class OuterOptimizer(Handler):
         return [*rates.values()]
 
     def _keep_weights(self) -> None:
-        self._weights = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        self._weights = {name: parameter.detach().clone() for name, parameter in self._named.items()}
 
     def _warn_of_rest(self, trainer: Trainer) -> None:
         """Says at the end of a run that the replicas are not equal: what uses the model then takes one of them."""
@@ -226,7 +228,7 @@ class OuterOptimizer(Handler):
     @torch.no_grad()
     def _step(self, trainer: Trainer) -> None:
         """The outer step. Collective; reads one number. If it raises, each replica has the weights that it had before."""
-        parameters, weights, rates = [*self._parameters.values()], [*self._weights.values()], self._rates()
+        parameters, weights, rates = [*self._named.values()], [*self._weights.values()], self._rates()
         differences = [weight - parameter for weight, parameter in zip(weights, parameters, strict=True)]
         mean_over_ranks(differences)
         norms = [torch.linalg.vector_norm(one, dtype=torch.promote_types(one.dtype, torch.float64)) for one in differences]
@@ -279,7 +281,7 @@ class _Replica:
         if collectives.is_main_rank():
             return state
         if self._outer._num_updates:
-            state["weights"] = {name: value.detach() for name, value in self._outer._parameters.items()}
+            state["weights"] = {name: value.detach() for name, value in self._outer._named.items()}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -293,4 +295,4 @@ class _Replica:
         self._outer._num_updates, self._trainer.replicas_are_equal = num_updates, num_updates == 0
         with torch.no_grad():
             for name, value in state_dict.get("weights", {}).items():
-                self._outer._parameters[name].copy_(value)
+                self._outer._named[name].copy_(value)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from ignite.engine import Events
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
@@ -69,10 +70,12 @@ def predict(evaluator: Evaluator, loader: Iterable[Any], *, gather: Literal["all
         evaluator.run(watched)
     problem, keys, rows = found.joined()
     form = None if rows is None else pytree.tree_map(lambda leaf: leaf[:0], rows)
-    everyones = collectives.gather_objects((problem, keys, form))
+    counts = evaluator.data_ranks.counts  # on a mesh several ranks are fed the same samples
+    everyones = collectives.gather_objects((problem, keys if counts else [], form))
     _check(everyones)
     if gather == "none":
         return None if rows is None else _in_order(keys, [rows])
+    rows = rows if counts else None
     gathered = collectives.gather_objects(rows) if gather == "all" else collectives.gather_objects_on_main_rank(rows)
     return None if gathered is None else _in_order([key for _, keys, _ in everyones for key in keys], gathered)
 
@@ -122,7 +125,7 @@ def _watched(loader: Any) -> tuple[Any, _Indices | None]:
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     indices = _Indices(getattr(loader, name), of_samples=loader.batch_sampler is not None)
     vars(watched)[name] = indices  # torch's __setattr__ refuses it, for loaders that have begun a pass
-    watched._iterator = None  # persistent workers read the sampler with which they were started
+    vars(watched)["_iterator"] = None  # persistent workers read the sampler with which they were started
     watched.in_order = True  # else workers give micro-batches as they are ready, and their indices are those of others
     return watched, indices
 
@@ -149,7 +152,7 @@ class _Found:
     """
 
     def __init__(self, indices: _Indices | None, problem: Exception | None) -> None:
-        self._indices, self._problem = indices, problem
+        self._drawn_indices, self._problem = indices, problem
         self._outputs: list[Any] = []
         self._keys: list[tuple[int, int]] = []
 
@@ -166,7 +169,7 @@ class _Found:
             raise ValueError("forward must return outputs, got none; return ForwardOutput(loss, sample_size, outputs=...)")
         leaves, number = _leaves(output.outputs), len(self._outputs)
         rows = len(leaves[0])
-        keys = [(number, row) for row in range(rows)] if self._indices is None else self._indices.keys(number, rows)
+        keys = [(number, row) for row in range(rows)] if self._drawn_indices is None else self._drawn_indices.keys(number, rows)
         wrong = next((leaf for leaf in leaves if len(leaf) != len(keys)), None)
         if wrong is not None:
             raise ValueError(
@@ -174,12 +177,12 @@ class _Found:
                 f"{tuple(wrong.shape)}"
             )
         self._keys += keys
-        self._outputs.append(pytree.tree_map(lambda leaf: leaf.detach().to("cpu", copy=True), output.outputs))
+        self._outputs.append(pytree.tree_map(_on_host, output.outputs))
 
     def joined(self) -> tuple[Exception | None, list[tuple[int, int]], Any]:
         """The error of this rank, the place of each row in the dataset, and the rows; None without a micro-batch."""
         number, problem = len(self._outputs), self._problem
-        if problem is None and self._indices is not None and not self._indices.were_all(number):
+        if problem is None and self._drawn_indices is not None and not self._drawn_indices.were_all(number):
             problem = ValueError(
                 f"evaluator must run on all micro-batches of the loader, and ended after {number}; make it with "
                 "uneven='replay' and not 'shortest', and do not terminate it"
@@ -188,6 +191,11 @@ class _Found:
             return problem, self._keys, _cat(self._outputs) if self._outputs and problem is None else None
         except ValueError as error:
             return error, [], None
+
+
+def _on_host(leaf: Tensor) -> Tensor:
+    leaf = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+    return leaf.detach().to("cpu", copy=True)
 
 
 def _check(everyones: list[tuple[Exception | None, list[tuple[int, int]], Any]]) -> None:

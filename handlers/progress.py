@@ -50,7 +50,7 @@ class ProgressLog(Handler):
     left out: a learning rate is shown once it has changed, skipped updates when there are new ones, the share of the time in
     which the loader is waited for from 10% on, and, with `StepTimer`, the slowest rank from 1.5 times the median on. A bar has
     the learning rate and the speed if there is room for them. An evaluation has a bar of its own, and a line with its metrics.
-    A short table ends the run: time by section, best score, skipped updates, memory, files.
+    A short table ends the run: time by section, best score, skipped updates, memory, files, and up to three hints.
 
     Args:
         style: `"bar"`, or `"simple"` for lines, `"json"` for one JSON object a line with all metrics, `"none"` for nothing;
@@ -173,7 +173,7 @@ class ProgressLog(Handler):
             self._advances = trainer.add_evaluation_handler(Events.ITERATION_COMPLETED, self._advance)
 
     def _introduce(self, trainer: Trainer) -> None:
-        """Says in at most four lines what runs, when the first run of this process starts."""
+        """Says in a few lines what runs, when the first run of this process starts."""
         if self._is_introduced or self.style == "json":
             return
         self._is_introduced, state = True, trainer.state
@@ -434,7 +434,7 @@ def _print(line: str) -> None:
 
 def _table(trainer: Trainer) -> Iterator[tuple[str, str]]:
     """The rows that the handlers of the run have at its end, and the memory; a row without a name continues the one above."""
-    rows: dict[str, list[str]] = {"time": [], "best": [], "memory": [], "files": []}
+    rows: dict[str, list[str]] = {"time": [], "best": [], "memory": [], "files": [], "hint": []}
     for handler in (trainer.checkpoint, *stateful_handlers(trainer).values()):
         for name, text in handler.rows_at_end() if isinstance(handler, Attachable) else ():
             rows[name].append(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from numbers import Number
@@ -23,6 +22,7 @@ from ignite_train.kinds_of_handlers import PiggybackHandler
 from ignite_train.model.optimizers import OneOrSeveralOptimizers, as_optimizers
 from ignite_train.model.tensor_digests import content_digest, tensor_digests
 from ignite_train.ranks import collectives
+from ignite_train.ranks.root_mesh import copies, part_and_copy
 from ignite_train.trainer import Trainer
 
 __all__ = ["StateConsistency", "StateMismatchError"]
@@ -67,32 +67,33 @@ class _Check(NamedTuple):
     Attributes:
         update: the update.
         digests: of what all ranks hold alike.
-        shards: of the shards that other ranks hold too, as with `fully_shard` over a mesh of two dimensions (HSDP).
-        shard: which shard that is, on this rank.
+        shards: of the parts that other ranks hold too, as with `fully_shard` over a mesh of two dimensions (HSDP), or with
+            tensor parallel and replicas.
+        holders: which part each of these is, on this rank.
     """
 
     update: int
     digests: dict[str, int]
     shards: dict[str, int]
-    shard: _Shard | None
+    holders: dict[str, _Shard]
 
     @property
     def digest(self) -> int:
         """One digest of everything that all ranks hold alike, which does not depend on its order."""
         return sum(self.digests.values())
 
-    @property
-    def shards_digest(self) -> int:
-        """The same for the shards."""
-        return sum(self.shards.values())
+    def words_of_shards(self) -> list[float]:
+        """Four words whose sum over all ranks is zero if each part is the same on all ranks that hold it."""
+        words = [[word * self.holders[name].factor for word in _words(digest)] for name, digest in self.shards.items()]
+        return [sum(column) for column in zip(*words, strict=True)] if words else [0.0] * _WORDS
 
 
 class _Shard(NamedTuple):
-    """Which part of the parameters a rank holds, where several ranks hold the same.
+    """Which part of a parameter a rank holds, where several ranks hold the same.
 
     Attributes:
-        part: the coordinates of the rank in the dimensions of the mesh over which parameters are cut.
-        copy: the coordinates in the dimensions over which they are replicated.
+        part: the coordinates of the rank in the dimensions of the mesh over which it is cut.
+        copy: the coordinates in the dimensions over which it is replicated.
         copies: how many ranks hold the same.
     """
 
@@ -190,9 +191,8 @@ class StateConsistency(PiggybackHandler):
             self._sent, self._due = self._due, None
         if self._sent is None:
             return [0.0] * self.payload_size
-        words, shard = _words(self._sent.digest), self._sent.shard
-        of_shards = [0.0 if shard is None else word * shard.factor for word in _words(self._sent.shards_digest)]
-        return [*words, *(word * word for word in words), *of_shards, 1.0]
+        words = _words(self._sent.digest)
+        return [*words, *(word * word for word in words), *self._sent.words_of_shards(), 1.0]
 
     def vetoes(self, sums: Tensor) -> Tensor:
         """See `Piggyback`: whether the digests differ, or are missing on some rank, which counts as a digest of 0."""
@@ -236,16 +236,17 @@ class StateConsistency(PiggybackHandler):
         """Exchanges all digests and raises if any differ. Collective."""
         checks: list[_Check] = collectives.gather_objects(check)
         names = dict.fromkeys(name for one in checks for name in (*one.shards, *one.digests))
-        groups = _holders([one.shard for one in checks])
+        groups = {name: _holders([one.holders.get(name) for one in checks]) for name in names}
         differing = tuple(
             name
             for name in names
             if _differ([one.digests.get(name) for one in checks])
-            or any(_differ([checks[rank].shards.get(name) for rank in group]) for group in groups)
+            or any(_differ([checks[rank].shards.get(name) for rank in group]) for group in groups[name])
         )
         if differing:
             outside = [_outside([one.digest for one in checks], range(len(checks)))]
-            outside += [_outside([checks[rank].shards_digest for rank in group], group) for group in groups]
+            for called, group in [(name, group) for name in differing for group in groups[name]]:
+                outside.append(_outside([checks[rank].shards.get(called, 0) for rank in group], group))
             ranks = () if None in outside else tuple(sorted({rank for found in outside for rank in found or ()}))
             trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
             widespread = 2 * sum(f"parameter {name}" in differing for name in trained) > len(trained)
@@ -254,11 +255,8 @@ class StateConsistency(PiggybackHandler):
     def _check(self, trainer: Trainer) -> _Check:
         """Digests of the present state."""
         state = dict(self._state(trainer))
-        shards = {name: value for name, value in state.items() if isinstance(value, DTensor)}
-        shard = next(map(_shard_of, shards.values()), None)
-        copied = {name: value for name, value in shards.items() if _shard_of(value) == shard}  # the others have other meshes
-        state = {name: value for name, value in state.items() if name not in shards}
-        state |= {name: value.to_local() for name, value in copied.items()}
+        holders = {name: _shard_of(value) for name, value in state.items() if isinstance(value, DTensor)}
+        state = {name: value.to_local() if name in holders else value for name, value in state.items()}
         digests = {
             name: content_digest(name, repr(value).encode()) for name, value in state.items() if not isinstance(value, Tensor)
         }
@@ -268,8 +266,8 @@ class StateConsistency(PiggybackHandler):
                 by_device.setdefault(value.device, {})[name] = value
         for tensors in by_device.values():
             digests |= tensor_digests(tensors)
-        whole = {name: digests[name] for name in state if name not in copied}
-        return _Check(trainer.state.iteration, whole, {name: digests[name] for name in copied}, shard)
+        whole = {name: digests[name] for name in state if name not in holders}
+        return _Check(trainer.state.iteration, whole, {name: digests[name] for name in holders}, holders)
 
     def _state(self, trainer: Trainer) -> Iterator[tuple[str, Any]]:
         """Tensors and values by name."""
@@ -304,23 +302,16 @@ def _flatten(entries: Mapping[Any, Any], before: str = "", after: str = "") -> I
         elif isinstance(value, (list, tuple)):
             yield from _flatten(dict(enumerate(value)), f"{before}{key}.", after)
         elif isinstance(value, DTensor):
-            if all(placement.is_replicate() for placement in value.placements):
+            if (held := copies(value)) == collectives.world_size():
                 yield f"{before}{key}{after}", value.to_local()
-            elif _shard_of(value).copies > 1:
+            elif held > 1:
                 yield f"{before}{key}{after}", value
         elif isinstance(value, (Tensor, Number, str, bytes)) or value is None:
             yield f"{before}{key}{after}", value
 
 
 def _shard_of(tensor: DTensor) -> _Shard:
-    mesh = tensor.device_mesh
-    coordinates, sizes = mesh.get_coordinate() or [0] * mesh.ndim, mesh.shape
-    copied = [placement.is_replicate() for placement in tensor.placements]
-    return _Shard(
-        part=tuple(place for place, is_copied in zip(coordinates, copied, strict=True) if not is_copied),
-        copy=tuple(place for place, is_copied in zip(coordinates, copied, strict=True) if is_copied),
-        copies=math.prod(size for size, is_copied in zip(sizes, copied, strict=True) if is_copied),
-    )
+    return _Shard(*part_and_copy(tensor), copies(tensor))
 
 
 def _holders(shards: Sequence[_Shard | None]) -> list[list[int]]:

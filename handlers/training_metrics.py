@@ -6,6 +6,7 @@ import logging
 import math
 import resource
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from ignite.engine import Engine, Events, RemovableEventHandle
 
 from ignite_train.arguments import AMOUNT, MAPPING, NUMBER, NUMBERS, TEXTS, check_fields, did_you_mean, real_number
+from ignite_train.engine.hints import hints
 from ignite_train.engine.sections import SECTIONS, Sections
 from ignite_train.events import Event, every
 from ignite_train.kinds_of_handlers import Handler
@@ -50,6 +52,9 @@ class TrainingMetrics(Handler):
       `"loss_scale"`: likewise, where the loss is scaled;
     - `"sample_size"`: mean per update; `"progress"`: the fraction of the run before the latest update, in [0, 1), if the run
       has a limit and its epochs a length.
+
+    Updates that have a name, see `trainer.update(..., name=...)`, are not in these means. `"r1/loss"` is the mean loss of those
+    that are called `"r1"`, and `"r1/LOG"` that of each of their logs.
 
     Of the time, in seconds by the clock of this rank:
 
@@ -125,6 +130,7 @@ class TrainingMetrics(Handler):
         self._logs: dict[str, float] = {}
         self._log_weights: dict[str, float] = {}  # of those with a denominator of their own
         self._published: set[str] = set()  # logs of the interval before
+        self._trainer: weakref.ref[Trainer] | None = None
         self._before_run: dict[str, float] = {}  # seconds by section, of earlier runs and processes
         self._offset = dict.fromkeys(SECTIONS, 0.0)  # from seconds of this process to those of the interval
         self._begin_interval()
@@ -167,14 +173,18 @@ class TrainingMetrics(Handler):
         return {name: self._totals[name] + seconds[name] for name in SECTIONS}
 
     def rows_at_end(self) -> Iterator[tuple[str, str]]:
-        """The time of each section that took some of this run."""
+        """The time of each section that took some of this run, and what would make it quicker; see `hints`."""
         seconds = {name: value - self._before_run.get(name, 0.0) for name, value in self.seconds_by_section.items()}
         for name, value in seconds.items():
             if (share := value / (sum(seconds.values()) or 1.0)) >= _SMALLEST_SHARE:
                 yield "time", f"{name.replace('_', ' ')} {value:.1f} s ({share:.0%})"
+        if self._trainer is not None and (trainer := self._trainer()) is not None:
+            device, precision = next(trainer.model.parameters()).device, trainer.config.get("precision", "fp32")
+            for hint in hints(seconds, trainer.state.dataloader, device, precision, epochs=trainer.state.epoch):
+                yield "hint", hint
 
-    def _note_start(self, _trainer: Trainer) -> None:
-        self._before_run = self.seconds_by_section
+    def _note_start(self, trainer: Trainer) -> None:
+        self._before_run, self._trainer = self.seconds_by_section, weakref.ref(trainer)
 
     def __call__(self, trainer: Trainer) -> None:
         """Publishes, and begins the next interval."""
@@ -187,7 +197,7 @@ class TrainingMetrics(Handler):
         updates = self._totals["updates"] + self._sums["updates"]
         self._publish_means(metrics)
         self._publish_options(metrics, trainer, output)
-        self._publish_speed(metrics, seconds)
+        self._publish_speed(metrics, seconds, totals)
         metrics["train_wall"], metrics["wall"] = _sum_of(totals, _TRAINING), sum(totals.values())
         self._publish_progress(metrics, trainer, seconds, _sum_of(totals, _APART) / updates)
         if self.memory:
@@ -251,17 +261,21 @@ class TrainingMetrics(Handler):
         sums, logs, weights = self._sums, self._logs, self._log_weights
         updates, steps, loss, size, norm, largest, clipped = sums.values()
         for output, logs_of_update, weights_of_update in self._pending:
-            if output.skipped_reason is None:
+            if output.skipped_reason is not None:
+                continue
+            if output.name is None:
                 steps += 1
                 loss += output.loss * output.sample_size
                 size += output.sample_size
                 norm += output.grad_norm
                 largest = max(largest, output.grad_norm)
                 clipped += output.clip_coefficient < 1.0
-                for name, value in logs_of_update.items():
-                    logs[name] = logs.get(name, 0.0) + value
-                for name, weight in weights_of_update.items():
-                    weights[name] = weights.get(name, 0.0) + weight
+            else:
+                logs_of_update, weights_of_update = _under_name(output, logs_of_update, weights_of_update)
+            for name, value in logs_of_update.items():
+                logs[name] = logs.get(name, 0.0) + value
+            for name, weight in weights_of_update.items():
+                weights[name] = weights.get(name, 0.0) + weight
         updates += len(self._pending)
         self._sums = dict(zip(_SUMS, (updates, steps, loss, size, norm, largest, clipped), strict=True))
         self._pending = []
@@ -282,21 +296,21 @@ class TrainingMetrics(Handler):
         for name in self._published - self._logs.keys():
             metrics.pop(name, None)
         self._published = {*self._logs}
+        samples = sums["sample_size"]
+        for name, value in self._logs.items():
+            weight = self._log_weights.get(name, samples)
+            metrics[name] = value / weight if weight else math.nan
         if not steps:
             for name in ("loss", "loss_base2", "perplexity", "grad_norm", "grad_norm_max", "clipped", "sample_size"):
                 metrics.pop(name, None)
             return
         if self._unknown:
             self._warn_of_unknown()
-        samples = sums["sample_size"]
         metrics["loss"] = loss = sums["loss"] / samples
         if self.base2:
             metrics["loss_base2"] = loss / math.log(2)
         if self.perplexity:
             metrics["perplexity"] = math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
-        for name, value in self._logs.items():
-            weight = self._log_weights.get(name, samples)
-            metrics[name] = value / weight if weight else math.nan
         metrics["grad_norm"], metrics["grad_norm_max"] = sums["grad_norm"] / steps, sums["grad_norm_max"]
         metrics["clipped"], metrics["sample_size"] = sums["clipped"] / steps, samples / steps
 
@@ -321,7 +335,7 @@ class TrainingMetrics(Handler):
             metrics["loss_scale"] = output.loss_scale
         metrics["skipped"] = float(trainer.state.num_skipped)
 
-    def _publish_speed(self, metrics: dict[str, Any], seconds: Mapping[str, float]) -> None:
+    def _publish_speed(self, metrics: dict[str, Any], seconds: Mapping[str, float], totals: Mapping[str, float]) -> None:
         sums = self._sums
         training = _sum_of(seconds, _TRAINING) or math.nan
         samples_per_second = sums["sample_size"] / training
@@ -330,8 +344,8 @@ class TrainingMetrics(Handler):
             metrics[f"{name}_per_second"] = self._logs.get(name, 0.0) / training
         if self._utilisation_per_rate is not None:
             metrics["model_flop_utilisation"] = samples_per_second * self._utilisation_per_rate / collectives.world_size()
-        shown = (name for name in seconds if name != "between_updates" or self.seconds_by_section[name])
-        metrics |= {f"{name}_seconds": seconds[name] for name in shown}
+        has_been_between = totals["between_updates"] > 0
+        metrics |= {f"{name}_seconds": seconds[name] for name in seconds if name != "between_updates" or has_been_between}
         metrics["update_seconds"] = _sum_of(seconds, _UPDATE)
         metrics["data_wait"] = seconds["data"] / training
 
@@ -343,6 +357,16 @@ class TrainingMetrics(Handler):
         remaining = trainer.state.iteration * (1.0 - progress.after) / progress.after
         training = _sum_of(seconds, _TRAINING) / self._sums["updates"]
         metrics["progress"], metrics["time_to_go"] = progress.before, remaining * (training + apart)
+
+
+def _under_name(
+    output: UpdateOutput, logs: dict[str, float], weights: dict[str, float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The loss and the logs of an update under its name, and a denominator for each."""
+    sums = {"loss": output.loss * output.sample_size, **logs}
+    named = {name: f"{output.name}/{name}" for name in sums}
+    sizes = {named[name]: weights.get(name, output.sample_size) for name in sums}
+    return {named[name]: value for name, value in sums.items()}, sizes
 
 
 def _sum_of(seconds: Mapping[str, float], names: Iterable[str]) -> float:

@@ -23,12 +23,14 @@ from ignite_train.errors import (
     NoQuorumError,
     SparseGradientError,
     TrainingError,
+    UnlikeMicroBatchesError,
     UnlikeParametersError,
     UnreadableCheckpointError,
 )
 from ignite_train.evaluation.evaluator import Evaluator, create_evaluator
 from ignite_train.events import TrainEvents, only
 from ignite_train.forward import Forward, ForwardOutput, Mean
+from ignite_train.model.check_forward import Cut, ForwardCheck, check_forward
 from ignite_train.model.deterministic import deterministic
 from ignite_train.model.loss_declaration import LossDeclarationWarning
 from ignite_train.model.model_summary import ModelSummary, model_summary
@@ -61,6 +63,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointFormatError",
     "Counted",
+    "Cut",
     "DamagedCheckpointError",
     "DeepSpeedLossScaling",
     "Defaults",
@@ -68,6 +71,7 @@ __all__ = [
     "FairseqLossScaling",
     "FellBehindError",
     "Forward",
+    "ForwardCheck",
     "ForwardContractError",
     "ForwardOutput",
     "GaveUpError",
@@ -99,6 +103,7 @@ __all__ = [
     "Trainer",
     "TrainingError",
     "Tuned",
+    "UnlikeMicroBatchesError",
     "UnlikeParametersError",
     "UnreadableCheckpointError",
     "UpdateOptions",
@@ -106,6 +111,7 @@ __all__ = [
     "WarmUpSchedule",
     "attach_defaults",
     "attach_metric",
+    "check_forward",
     "count_traffic",
     "create_evaluator",
     "create_supervised_trainer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -13,7 +14,7 @@ import torch
 from ignite.engine import Events, _prepare_batch
 from ignite.utils import manual_seed
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 from ignite_train.arguments import describe, did_you_mean, one_of, real_number
 from ignite_train.data.dealing import ElasticDealing
 from ignite_train.data.grouping import AccumulationSteps, MicroBatchGrouping
-from ignite_train.device.to_device import ToDevice
+from ignite_train.device.to_device import transfer_to
 from ignite_train.events import TrainEvents
 from ignite_train.fast.choose import choose
 from ignite_train.forward import Forward, ForwardOutput, bind_forward
@@ -44,6 +45,7 @@ from ignite_train.protection import Protect, protect_ranks
 from ignite_train.ranks import collectives
 from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.elastic import ElasticCrossing
+from ignite_train.ranks.mesh import MeshCrossing
 from ignite_train.ranks.placeholders import PlaceholderCrossing
 from ignite_train.ranks.replicas import LocalCrossing
 from ignite_train.ranks.statistics import Statistics
@@ -54,7 +56,6 @@ from ignite_train.update.compilation import Compile, compile_in_place, of_model
 from ignite_train.update.cross import Cross
 from ignite_train.update.decision import Rules
 from ignite_train.update.elastic_update import ElasticUpdate
-from ignite_train.update.eval_mode import warn_of_eval_mode
 from ignite_train.update.forward_backward import ForwardBackward
 from ignite_train.update.gather import Gather
 from ignite_train.update.handler_guard import HandlerGuard
@@ -97,7 +98,8 @@ def create_trainer(
 
     Args:
         model: on the device where it trains. A plain module in a single process; on several ranks wrapped by `idist.auto_model`
-            or `DistributedDataParallel`, sharded by `fully_shard`, or plain with `UpdateOptions(reduction="explicit")`.
+            or `DistributedDataParallel`, sharded by `fully_shard`, with DTensors on a mesh (`UpdateOptions(data_dims=...)`), or
+            plain with `UpdateOptions(reduction="explicit")`.
         optimizer: over all parameters of the model that require gradients. Several optimizers with parameters of their own are
             a list or a mapping, `{"muon": muon, "adamw": adamw}`: they step together or not at all.
         forward: `forward(model, micro_batch)` returns `ForwardOutput(loss, sample_size, logs)` with the loss *summed*, a tuple
@@ -160,28 +162,34 @@ def create_trainer(
         options = _checked_elastic(options, seed, model, compiled=compile is not False)
     bound, device = bind_forward(forward, lambda: state), next(model.parameters()).device
     accumulates, replays = accumulation_steps != 1, options.uneven == "replay"
-    crossing = crossing_for(model, options.reduction, accumulates=accumulates, in_step=replays, carried=state.carried)
+    crossing = crossing_for(
+        model,
+        options.reduction,
+        accumulates=accumulates,
+        in_step=replays,
+        carried=state.carried,
+        data_dims=options.data_dims,
+    )
     gradients, stepper = _gradients_and_stepper(crossing.module, optimizers)
     passes = ForwardBackward(
         model=model,
         module=crossing.module,
         user_forward=bound,
         run_backward=compile_in_place(model, of_model(compile, model), backward=options.compiled_autograd),
-        transfer=ToDevice(device),
+        transfer=transfer_to(device),
         precision=Precision(precision, device),
         loss_scaling=_loss_scaling(loss_scaling, precision),
-        seeding=_seeding(seed, device),
+        seeding=_seeding(seed, device, crossing.data_ranks.rank),
         guard=HandlerGuard(gradients, optimizers, keeps_graph=options.create_graph),
         state=state,
         options=options,
+        counts=crossing.data_ranks.counts,
     )
     update = _new_update(passes, crossing, gradients, stepper, LearningRates(optimizers), limit, limits)
     choose(update, optimizers, compile, takes_state=bound is not forward)
     parts = {"model": update.gather.crossing.module, **optimizers_as_parts(optimizers)}
     description = _description(accumulation_steps, max_grad_norm, precision, options.reduction, seed) | update.config
-    trainer = Trainer(
-        update, _grouping(accumulation_steps, options, model, crossing), parts, description, state, output_transform
-    )
+    trainer = Trainer(update, _grouping(accumulation_steps, options, crossing), parts, description, state, output_transform)
     _complete(trainer, update, model, options)
     return protect_ranks(trainer, protect, model)
 
@@ -196,7 +204,7 @@ def _new_update(
     limits: Mapping[str, float],
 ) -> Update:
     """Puts the phases of an update together, without accelerations."""
-    statistics = Statistics(next(passes.model.parameters()).device)
+    statistics = Statistics(next(passes.model.parameters()).device, counts=passes.counts)
     recovery = _recovery(passes, crossing, gradients, statistics)
     gather = Gather(passes=passes, crossing=crossing, statistics=statistics, gradients=gradients, recovery=recovery)
     kinds: dict[type[Crossing], type[Update]] = {LocalCrossing: LocalUpdate, ElasticCrossing: ElasticUpdate}
@@ -225,8 +233,23 @@ def _complete(trainer: Trainer, update: Update, model: nn.Module, options: Updat
     warn_of_ignite_handlers(trainer, keeps_gradients=options.keep_gradients, accumulates=accumulates)
     refuse_sparse_gradients(trainer, model)
     if options.train_mode:
-        warn_of_eval_mode(trainer, update.gather.crossing.module)
+        _warn_of_eval_mode(trainer, update.gather.crossing.module)
     warn_of_idle_run(trainer)
+
+
+def _warn_of_eval_mode(trainer: Trainer, module: nn.Module) -> None:
+    """Has `trainer` say once that it puts `module` into training mode, if all of it is in eval mode before the first update."""
+
+    def look() -> None:
+        handle.remove()
+        if not any(part.training for part in module.modules()):
+            logging.getLogger("ignite_train").warning(
+                "all of the model was in eval mode and is put into training mode, so that statistics of BatchNorm move and "
+                "dropout draws; call model.train() before the run, or pass options=UpdateOptions(train_mode=False) to "
+                "train it in eval mode"
+            )
+
+    handle = trainer.append_event_handler(Events.ITERATION_STARTED, look)
 
 
 @partial(answers_other_words, elsewhere=_RARE)
@@ -492,14 +515,14 @@ def _description(
     return described if seed is None else {**described, "seed": seed}
 
 
-def _seeding(seed: Any, device: torch.device) -> Seeding | None:
+def _seeding(seed: Any, device: torch.device, data_rank: int) -> Seeding | None:
     if seed is None:
         return None
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed must be an integer, or None, got {describe(seed)}")
     if seed < 0:
         raise ValueError(f"seed must be at least 0, got {seed}")
-    return Seeding(seed, device, collectives.rank())
+    return Seeding(seed, device, data_rank)
 
 
 def _recovery(
@@ -529,15 +552,13 @@ def _recovery(
     )
 
 
-def _grouping(
-    accumulation_steps: AccumulationSteps, options: UpdateOptions, model: nn.Module, crossing: Crossing
-) -> MicroBatchGrouping:
+def _grouping(accumulation_steps: AccumulationSteps, options: UpdateOptions, crossing: Crossing) -> MicroBatchGrouping:
     return MicroBatchGrouping(
         accumulation_steps,
         options.uneven,
-        synchronised_norm=_synchronised_norm(model),
+        synchronised_norm=_synchronised_norm(crossing.module),
         drops_last_group=options.drop_last_group,
-        is_sharded=isinstance(model, FSDPModule),
+        is_sharded=isinstance(crossing, MeshCrossing),
         none_is_empty=options.none_is_empty,
         dealing=ElasticDealing(crossing.members) if isinstance(crossing, ElasticCrossing) else None,
     )
@@ -631,14 +652,19 @@ def _check_closure(options: UpdateOptions, model: nn.Module, optimizers: Optimiz
             f"closure must be False with {len(optimizers.named)} optimizers, got {options.closure!r}: each would evaluate the "
             "loss while the others have moved; pass one optimizer over all parameters"
         )
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError(
-            f"closure must be False for a model that fully_shard was applied to, got {options.closure!r}: LBFGS, SAM and their "
-            "like add up over the shards of one rank; use DistributedDataParallel"
+            f"closure must be False for a model with DTensors, as fully_shard makes them, got {options.closure!r}: LBFGS, SAM "
+            "and their like add up over the shards of one rank; use DistributedDataParallel"
         )
 
 
 def _check_model(model: Any) -> None:
+    if type(model).__module__.startswith("torch.distributed.pipelining"):
+        raise TypeError(
+            f"model must be a whole model on each rank, or on a mesh, got a {type(model).__name__} of a pipeline, whose stages "
+            "have no update of their own; use tensor parallel and fully_shard, with options=UpdateOptions(data_dims=...)"
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {describe(model)}")
     if not any(parameter.requires_grad for parameter in model.parameters()):

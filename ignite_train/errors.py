@@ -6,6 +6,7 @@ A caller's mistake that is known before the first batch is a plain `ValueError` 
     ├── ForwardContractError   (TypeError)           `forward` did not return a loss, sample size and logs
     ├── NoGradientError        (RuntimeError)        backward reached no parameter of the optimizer
     ├── SparseGradientError    (ValueError)          backward left a sparse gradient
+    ├── UnlikeMicroBatchesError  (RuntimeError)      ranks that must be fed the same micro-batches were fed others
     ├── UnlikeParametersError  (RuntimeError)        sharded, and the ranks have used different parameters
     ├── LearningRateError      (ValueError)          a learning rate is NaN or infinite
     ├── GradientAccessError    (RuntimeError)        gradients were asked for, or changed, where they are a sum
@@ -43,6 +44,7 @@ __all__ = [
     "NonFiniteError",
     "SparseGradientError",
     "TrainingError",
+    "UnlikeMicroBatchesError",
     "UnlikeParametersError",
     "UnreadableCheckpointError",
 ]
@@ -84,6 +86,22 @@ class SparseGradientError(TrainingError, ValueError):
         super().__init__(
             f"the gradient of {parameter!r} is sparse; that is possible for the weight of an nn.Embedding or nn.EmbeddingBag "
             "with sparse=True, where fully_shard is not used; use such a module, or call the embedding with sparse=False"
+        )
+
+
+class UnlikeMicroBatchesError(TrainingError, RuntimeError):
+    """On a mesh the ranks of a group that must be fed the same micro-batches were fed different ones. Raised on all ranks.
+
+    Attributes:
+        ranks: the group.
+    """
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        super().__init__(
+            f"ranks {', '.join(map(str, ranks))} must be fed the same micro-batches, having the same place in data_dims, "
+            "got different ones; no parameter was moved; pass mesh=mesh['dp'], say, to ResumableLoader, ShardedSampler or "
+            "TokenBudgetSampler, or num_replicas and rank of that dimension to another sampler"
         )
 
 

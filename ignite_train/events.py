@@ -102,7 +102,7 @@ def only(name: str | None, event: CallableEventWithFilter = TrainEvents.STEP_COM
 
     Args:
         name: of the updates.
-        event: at which the record is there: GRADIENTS_READY or a later one.
+        event: at which the record is there: GRADIENTS_REDUCED or a later one.
 
     Raises:
         TypeError: `name` is not a string, or `event` not an event.

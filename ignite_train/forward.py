@@ -10,6 +10,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ignite_train.arguments import describe
 from ignite_train.errors import ForwardContractError
@@ -177,6 +178,9 @@ def as_forward_output(returned: Any, term_totals: TermTotals = OF_THIS_MICRO_BAT
     if term_totals or isinstance(output.loss, dict):
         output = _sum_of_terms(output, term_totals)
     loss, sample_size, logs, _ = output
+    if isinstance(loss, DTensor):  # of a model on a mesh, such as with loss parallel
+        loss = loss.full_tensor()
+        output = output._replace(loss=loss)
     _check_loss(loss)
     is_plain = type(sample_size) in _PLAIN_NUMBERS
     if not is_plain:
@@ -228,7 +232,7 @@ def _sum_of_terms(output: ForwardOutput, totals: TermTotals) -> ForwardOutput:
     sizes = terms if totals is None else {name: (None, totals[name]) for name in terms}
     whole = sum(size for _, size in sizes.values())
     loss = sum(value * _quotient(whole, sizes[name][1]) for name, (value, _) in terms.items())
-    own = {TERM + name: (value.detach(), size) for name, (value, size) in terms.items()}
+    own = {TERM + name: pair for name, pair in terms.items()}  # with their graphs, for what takes their gradients one by one
     return output._replace(loss=loss, sample_size=sum(size for _, size in terms.values()), logs={**logs, **own})
 
 

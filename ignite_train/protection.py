@@ -93,9 +93,9 @@ def _make(trainer: Trainer, name: str, settings: dict[str, Any]) -> tuple[Any, t
             "hang_watch": HangWatch,
             "grad_norm_consistency": GradNormConsistency,
         }
-        _check_settings(name, settings, _parameters(kinds[name]))
+        _check_settings(name, settings, _settings_of(kinds[name]))
         return kinds[name](**settings), ()
-    _check_settings(name, settings, ["every", *_parameters(StateConsistency)])
+    _check_settings(name, settings, ["every", *_settings_of(StateConsistency)])
     every = positive_int("protect['state_consistency']['every']", settings.pop("every", _EVERY))
     model, optimizer = trainer.model, parts_as_optimizers(trainer.optimizers)
     # Without buffers, which a layer may fill from the data of its rank, and without what an optimizer may divide over the
@@ -107,7 +107,7 @@ def _make(trainer: Trainer, name: str, settings: dict[str, Any]) -> tuple[Any, t
     return handler, (Events.ITERATION_COMPLETED(event_filter=_FirstAndEvery(_FIRST_UPDATES, every)),)
 
 
-def _parameters(kind: type) -> list[str]:
+def _settings_of(kind: type) -> list[str]:
     return [name for name in inspect.signature(kind).parameters if name not in _NOT_SETTINGS]
 
 

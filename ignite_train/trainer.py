@@ -26,7 +26,7 @@ from ignite_train.engine.dispatch import Attachable, Stateful, add_counters
 from ignite_train.engine.ignite_state import from_ignite_state, is_ignite_state
 from ignite_train.engine.introduction import introduction
 from ignite_train.engine.limits import checked_limits, checked_loader
-from ignite_train.engine.loop import Batches, Loop
+from ignite_train.engine.loop import Loop
 from ignite_train.engine.sections import Sections
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
 from ignite_train.forward import Forward, ForwardOutput
@@ -141,6 +141,7 @@ class Trainer(Loop):
         self.default_handlers: list[DefaultHandler] = []  # attached by default and not by the user
         self.data = RunData(grouping, self.state, self.progress, lambda: this.fire_event(Events.DATALOADER_STOP_ITERATION))
         self._output_transform = output_transform
+        self._has_one_rank = collectives.world_size() == 1  # asked once
         self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
 
     @property
@@ -392,9 +393,10 @@ class Trainer(Loop):
             raise ValueError(f"resume must be 'auto' or 'never' without checkpoints, got {resume!r}; attach a Checkpoint first")
         return nullcontext()
 
+    @property
     def _is_alone(self) -> bool:
         """Whether a request need not travel to others."""
-        return collectives.world_size() == 1 and not self.is_elastic
+        return self._has_one_rank and not self.is_elastic
 
     def terminate(self, skip_completed: bool = False, *, agreed: bool = False) -> None:
         """Ends the run on all ranks after the same update.
@@ -407,7 +409,7 @@ class Trainer(Loop):
             skip_completed: do not fire COMPLETED.
             agreed: every rank calls this in the same update, because the reason is the same on all of them: no need to ask.
         """
-        if agreed or self._is_alone():
+        if agreed or self._is_alone:
             super().terminate(skip_completed)
         else:
             self.requests.stop = True
@@ -423,7 +425,7 @@ class Trainer(Loop):
         """
         if self.progress.session_open:
             raise RuntimeError("terminate_epoch was called in a session, which has no epochs; call terminate()")
-        if agreed or self._is_alone():
+        if agreed or self._is_alone:
             super().terminate_epoch(skip_epoch_completed)
         else:
             self.requests.stop_epoch = True
@@ -433,7 +435,7 @@ class Trainer(Loop):
 
         INTERRUPT is fired in place of TERMINATE and COMPLETED.
         """
-        if agreed or self._is_alone() or not self.interrupt_resume_enabled:  # or else Ignite refuses
+        if agreed or self._is_alone or not self.interrupt_resume_enabled:  # or else Ignite refuses
             super().interrupt()
         else:
             self.requests.interrupt = True
@@ -476,7 +478,7 @@ class Trainer(Loop):
             self.terminate_epoch(agreed=True)
         if requests.interrupt:
             self.interrupt(agreed=True)
-        self.data.ranks_have_more = requests.more_data > 0
+        self.progress.ranks_have_more = requests.more_data > 0
         for callback in self.moments.after_update:
             callback(self)
         state, output = self.state, self.state.update_output
@@ -681,13 +683,11 @@ class Trainer(Loop):
     def _keeps_open(self, batches: Any) -> bool:
         return self.data.keeps_open(batches)
 
-    def _fetch(self, batches: Any) -> Any:
-        group = super()._fetch(batches)
+    def _note_fetched(self, group: Any, batches: Any) -> None:
         if self._sections is not None and type(group) is ArrivingGroup:  # an abstract class is asked slowly
             group.waiting = partial(self._sections.within, "data")
         self.data.fetched(group, batches)
         self.requests.more_data, self.progress.micro_batches_before = batches.more, self.state.num_micro_batches
-        return group
 
     def _take_back(self) -> None:
         super()._take_back()
@@ -705,16 +705,13 @@ class Trainer(Loop):
     def _batch(self) -> Sequence[Any]:
         return self.data.group()
 
-    def _epoch_is_over(self, batches: Batches) -> bool:
-        return super()._epoch_is_over(batches) or not self.data.ranks_have_more
-
     def _take_up_stops(self, *, between_updates: bool = False) -> None:
         """Between two epochs, where a run is entered, and in a single process no update carries requests to other ranks."""
         stop, interrupt = self.requests.stop, self.requests.interrupt
         between_updates &= not self.is_elastic  # then what a replica asks for travels with the next update
         if between_updates:
             stop, interrupt = (number > 0 for number in collectives.largest(stop, interrupt))
-        if between_updates or self._is_alone():
+        if (stop or interrupt) and (between_updates or self._is_alone):
             if stop and not self.should_terminate:
                 self.terminate(agreed=True)
             if interrupt:

@@ -106,12 +106,17 @@ def main(directory: str, epochs: int, number: int, seconds: float, batches: str)
         if trainer.state.iteration == 1:
             history.start = values(model)
 
+    def say_begun(trainer: Any) -> None:
+        if trainer.state.iteration == 2:
+            (Path(directory) / "begun").touch()
+
     options = UpdateOptions(reduction="elastic")
     trainer = create_trainer(model, optimizer, forward, accumulation_steps=2, seed=5, options=options)
     trainer.piggybacks.append(history)
     trainer.add_event_handler(Events.ITERATION_STARTED, keep_start)
     trainer.add_event_handler(TrainEvents.MICRO_BATCH_STARTED, begin)
     trainer.add_event_handler(TrainEvents.STEP_COMPLETED, history)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, say_begun)
     LearningRateSchedule(schedule).attach(trainer)
     if batches == "tokens":
         sampler = TokenBudgetSampler([1 + index % 3 for index in range(number)], max_tokens=5, shuffle=True, seed=3)

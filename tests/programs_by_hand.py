@@ -6,6 +6,7 @@ returns. `BY_HAND` lists them by the names of the programs.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from itertools import cycle
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy, mse_loss, softplus
 from torch.nn.utils import clip_grad_norm_
 
 GROUP = 2  # micro-batches to an update
@@ -381,3 +382,114 @@ def prioritised_replay(program: Any, num_rounds: int) -> Trained:
             target.load_state_dict(net.state_dict())
         losses.append(total / size)
     return net, losses
+
+
+# --- the batch of an update is not cut in these ---
+
+
+def uncut(group: list[Any]) -> list[torch.Tensor]:
+    """The micro-batches of an update as one."""
+    return [torch.cat(parts) for parts in zip(*group, strict=True)]
+
+
+@_listed
+def bert(program: Any, num_updates: int) -> Trained:
+    model, optimizer = program.build()
+    losses = []
+    for group in groups(program.data(), num_updates):
+        text, masked, follows = uncut(group)
+        of_words, of_pairs = program.losses_of_both(model, text, masked, follows)
+        loss = of_words / (masked != program.IGNORED).sum() + of_pairs / len(follows)
+        optimizer.zero_grad()
+        loss.backward()
+        clip_grad_norm_(model.parameters(), program.MAX_NORM)
+        optimizer.step()
+        losses.append(loss.item())
+    return model, losses
+
+
+@_listed
+def fixmatch(program: Any, num_updates: int) -> Trained:
+    model, optimizer = program.build()
+    losses = []
+    for group in groups(program.data(), num_updates):
+        images, classes, weak, strong = uncut(group)
+        loss = program.supervised(model, images, classes) / len(images)
+        loss += program.consistent(model, weak, strong) / len(weak)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model, losses
+
+
+@_listed
+def pcgrad(program: Any, num_updates: int) -> Trained:
+    model, optimizer = program.build()
+    losses, shared = [], [*model.body.parameters()]
+    for update, group in enumerate(groups(program.data(), num_updates), start=1):
+        images, labels = uncut(group)
+        known = (labels != program.UNKNOWN).sum(0)
+        of_tasks = program.task_losses(model, images, labels)
+        means = {name: loss / number for (name, loss), number in zip(of_tasks.items(), known, strict=True)}
+        taken = {name: torch.autograd.grad(mean, shared, retain_graph=True) for name, mean in means.items()}
+        optimizer.zero_grad()
+        sum(means.values()).backward()  # type: ignore[union-attr]
+        vector = program.project({name: torch.cat([one.flatten() for one in parts]) for name, parts in taken.items()}, update)
+        for parameter, part in zip(shared, vector.split([one.numel() for one in shared]), strict=True):
+            parameter.grad = part.view_as(parameter)
+        optimizer.step()
+        losses.append(sum(means.values()).item())  # type: ignore[union-attr]
+    return model, losses
+
+
+@_listed
+def dp_sgd(program: Any, num_updates: int) -> Trained:
+    """Sample by sample."""
+    model, optimizer = program.build()
+    losses = []
+    for update, group in enumerate(program.batches(num_updates), start=1):
+        images, classes = uncut(group)
+        summed, total = [torch.zeros_like(parameter) for parameter in model.parameters()], 0.0
+        for image, label in zip(images.split(1), classes.split(1), strict=True):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(image), label)
+            loss.backward()
+            total += loss.item()
+            norm = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).norm()  # type: ignore[union-attr]
+            for one, parameter in zip(summed, model.parameters(), strict=True):
+                one += parameter.grad * min(1.0, program.MAX_NORM / norm)  # type: ignore[operator]
+        for parameter, one, noise in zip(model.parameters(), summed, program.noise(model, update), strict=True):
+            parameter.grad = one / program.EXPECTED + noise
+        optimizer.step()
+        losses.append(total / program.EXPECTED)
+    return model, losses
+
+
+@_listed
+def stylegan2(program: Any, num_rounds: int) -> Trained:
+    g_net, d_net, g_optimizer, d_optimizer = program.build()
+    average, length, losses = copy.deepcopy(g_net), 0.0, []
+
+    def step(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    for number, group in enumerate(groups(program.data(), num_rounds)):
+        (real,) = uncut(group)
+        noise, direction = uncut(program.draw(group))
+        loss = softplus(-d_net(real)).mean() + softplus(d_net(g_net(noise).detach())).mean()
+        step(loss, d_optimizer)
+        losses.append(loss.item())
+        if number % program.D_EVERY == 0:
+            step(program.slopes(d_net, real) / len(real), d_optimizer)
+        step(softplus(-d_net(g_net(noise))).mean(), g_optimizer)
+        with torch.no_grad():
+            for follows, leads in zip(average.parameters(), g_net.parameters(), strict=True):
+                follows.lerp_(leads, 1 - program.AVERAGED)
+        if number % program.G_EVERY == 0:
+            lengths = program.path_lengths(g_net, noise, direction)
+            step(program.PATH * program.G_EVERY * (lengths - length).square().mean(), g_optimizer)
+            length += (1 - program.DECAY) * (lengths.mean().item() - length)
+    return nn.ModuleDict({"d": d_net, "g": average}), losses

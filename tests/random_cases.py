@@ -102,6 +102,8 @@ class Case:
     is_fed: bool = False  # the buffer that moves takes part in forward
     joins: int | None = None  # the update in which a parameter joins the optimizer
     ends: int | None = None  # the update after which the run ends and another process, as it were, resumes it
+    has_terms: bool = False  # the loss is the sum of two means, each over samples of its own
+    named: frozenset[int] = frozenset()  # the updates that are asked for with another forward, and a name
 
 
 def draw(seed: int, world_size: int, *, local: bool = False) -> Case:
@@ -274,6 +276,21 @@ def _with_exception(case: Case, rng: random.Random) -> Case:
     return replace(case, is_fed=case.is_fed and (are_marked or where != "ready"))
 
 
+def _with_terms(case: Case, rng: random.Random) -> Case:
+    """The case with a second loss that has another denominator, where that can be."""
+    if "summed" in case.traits or case.on_out_of_memory == "skip" or case.reduction == "local":
+        return case
+    return replace(case, has_terms=True)
+
+
+def _with_names(case: Case, rng: random.Random) -> Case:
+    """The case with another forward for some updates, each of which is asked for."""
+    if case.refilled or "whole" in case.traits:
+        return case
+    named = frozenset(update for update in range(1, _num_updates(case) + 1) if rng.random() < 0.5)
+    return replace(case, traits=case.traits | {"demanded"}, named=named)
+
+
 # In this order: the later ones look at what the earlier ones have made of the case.
 _ADDED = {
     "fused closures": _with_fused_closure,
@@ -284,6 +301,8 @@ _ADDED = {
     "buffer": _with_buffer,
     "ends": _with_end,
     "raising": _with_exception,
+    "terms": _with_terms,
+    "names": _with_names,
 }
 
 
@@ -386,8 +405,13 @@ def micro_batches(case: Case, rank: int) -> list[tuple[Tensor, ...] | None]:
     return made
 
 
-def loss_and_weight(case: Case, model: Any, micro_batch: tuple[Tensor, ...], place: Place) -> tuple[Tensor, Tensor]:
-    """The weighted sum of squared errors, and the sum of the weights. The model tells the dtype."""
+def losses_of(
+    case: Case, model: Any, micro_batch: tuple[Tensor, ...], place: Place, *, is_other: bool = False
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """The terms of the loss: a weighted sum of squared errors with the sum of the weights, and maybe one more.
+
+    Or what the other forward has, which is one. The model tells the dtype.
+    """
     dtype = next(model.parameters()).dtype
     dtype = dtype if dtype.is_floating_point else dtype.to_real()
     x, token, y, weight, _ = micro_batch.values() if isinstance(micro_batch, dict) else micro_batch
@@ -398,8 +422,24 @@ def loss_and_weight(case: Case, model: Any, micro_batch: tuple[Tensor, ...], pla
         out = out + place.carried.get("mean", 0.0)
         place.carried["mean"] = torch.tanh(out.detach().mean())
     error = out - y.to(dtype)
-    loss = torch.where(weight > 0, weight.to(dtype) * error.square(), 0.0).sum()
-    return (loss * (0.5 + 1 / place.update + 0.25 * place.micro_batch) if "placed" in case.traits else loss), weight.sum()
+    factor = 0.5 + 1 / place.update + 0.25 * place.micro_batch if "placed" in case.traits else 1.0
+    squares = factor * torch.where(weight > 0, weight.to(dtype) * error.square(), 0.0).sum()
+    lengths = factor * torch.where(y > 0, (1 + error.square()).sqrt(), 0.0).sum()
+    if is_other:
+        return {"other": (squares + lengths, (weight > 0).sum())}
+    terms = {"squares": (squares, weight.sum())}
+    return {**terms, "lengths": (lengths, (y > 0).sum())} if case.has_terms else terms
+
+
+def count(micro_batch: Any) -> dict[str, float]:
+    """The denominators of both terms."""
+    _, _, y, weight, _ = micro_batch.values() if isinstance(micro_batch, dict) else micro_batch
+    return {"squares": float(weight.sum()), "lengths": float((y > 0).sum())}
+
+
+def as_output(terms: dict[str, tuple[Tensor, Tensor]]) -> ForwardOutput:
+    """What forward returns of them."""
+    return ForwardOutput(terms) if len(terms) > 1 else ForwardOutput(*next(iter(terms.values())))
 
 
 def change(model: nn.Module) -> None:
@@ -505,9 +545,19 @@ def join(optimizers: dict[str, Any], model: nn.Module) -> None:
         (first.inner if isinstance(first, Sharpness) else first).add_param_group({"params": [late]})
 
 
+def forward_of(case: Case, is_other: bool, model: nn.Module, micro_batch: Any, state: Any) -> ForwardOutput:
+    """The forward of the trainer, or the other one."""
+    limit = 1 if case.on_out_of_memory == "split" else 0
+    x, *_, is_too_large = micro_batch.values() if isinstance(micro_batch, dict) else micro_batch
+    if len(x) > limit and bool(is_too_large.any()):
+        raise torch.OutOfMemoryError("a micro-batch that is too large")
+    place = Place(state.iteration, state.micro_batch_in_group or 0, state.carried)
+    return as_output(losses_of(case, model, micro_batch, place, is_other=is_other))
+
+
 def forward_of_graph(case: Case, model: nn.Module, micro_batch: tuple[Tensor, ...]) -> ForwardOutput:
     """A forward that does not ask where it is."""
-    return ForwardOutput(*loss_and_weight(case, model, micro_batch, Place(1, 0, {})))
+    return as_output(losses_of(case, model, micro_batch, Place(1, 0, {})))
 
 
 class AccidentError(Exception):
@@ -558,14 +608,7 @@ def _make_trainer(case: Case, model: nn.Module, compile: Any, *, fast: bool) -> 
         wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     optimizers = make_optimizers(case, list(model.named_parameters()))
 
-    def forward(model: nn.Module, micro_batch: Any, state: Any) -> ForwardOutput:
-        limit = 1 if case.on_out_of_memory == "split" else 0
-        x, *_, is_too_large = micro_batch.values() if isinstance(micro_batch, dict) else micro_batch
-        if len(x) > limit and bool(is_too_large.any()):
-            raise torch.OutOfMemoryError("a micro-batch that is too large")
-        place = Place(state.iteration, state.micro_batch_in_group or 0, state.carried)
-        return ForwardOutput(*loss_and_weight(case, model, micro_batch, place))
-
+    forward = partial(forward_of, case, False)
     trainer = create_trainer(
         wrapped,
         optimizers.get("", optimizers),
@@ -685,11 +728,16 @@ def _demand(case: Case, trainer: Trainer, mine: list[Any], end: int | None) -> N
     with trainer.session() as state:
         for update in range(state.iteration, _num_updates(case) if end is None else end):
             group = mine[update * case.accumulation_steps : (update + 1) * case.accumulation_steps]
+            is_named = update + 1 in case.named
+            other: dict[str, Any] = {"forward": partial(forward_of, case, True), "name": "other"} if is_named else {}
             try:
-                trainer.update(group)
+                record = trainer.update(group, **other)
             except AccidentError as error:
-                if error.args[0][0] == "ready" or (error.args[0][0] == "step" and case.closure):  # it was not made
-                    trainer.update(group)
+                if error.args[0][0] != "ready" and not (error.args[0][0] == "step" and case.closure):  # it was made
+                    continue
+                record = trainer.update(group, **other)
+            if record.name != other.get("name"):
+                raise RuntimeError(f"update {update + 1} is recorded as {record.name!r}")
 
 
 def _num_updates(case: Case) -> int:
@@ -706,6 +754,7 @@ def _options(case: Case) -> UpdateOptions:
         none_is_empty=bool(case.empty),
         normalize="summed" not in case.traits,
         drop_last_group="whole" in case.traits,
+        sample_sizes=count if case.has_terms else None,
     )
 
 
@@ -844,25 +893,30 @@ class _ByHand:
 
     def _evaluate(self, number: int, before: list[dict[str, Any]]) -> tuple[float, float, float]:
         """Loss, sample size and norm; it leaves the clipped gradients, if they are finite."""
-        case, steps, total, size = self._case, self._case.accumulation_steps, torch.zeros(()).double(), 0.0
+        case, steps = self._case, self._case.accumulation_steps
+        totals: dict[str, tuple[Any, float]] = {}
         self._carried = [dict(values) for values in before]
         for made, carried in zip(self._ranks, self._carried, strict=True):
             group = [one for one in made[(number - 1) * steps : number * steps] if one is not None]
             for index, one in enumerate(group):
                 if case.on_out_of_memory != "skip" or not bool(one[4].any()):
-                    loss, weight = loss_and_weight(case, self._model, one, Place(number, index, carried))
-                    total, size = total + loss, size + float(weight)
+                    place, is_other = Place(number, index, carried), number in case.named
+                    for name, (loss, weight) in losses_of(case, self._model, one, place, is_other=is_other).items():
+                        total, size = totals.get(name, (0.0, 0.0))
+                        totals[name] = total + loss, size + float(weight)
         self._model.zero_grad()
+        size = sum(size for _, size in totals.values())
         if size == 0:
             return math.nan, size, math.nan
-        (total if "summed" in case.traits else total / size).backward()
+        mean = sum(total / size for total, size in totals.values() if size > 0)
+        (mean * size if "summed" in case.traits else mean).backward()
         norm = _norm(self._model.parameters())
         if math.isfinite(norm):
             if "changed" in case.traits:
                 change(self._model)
                 norm = _norm(self._model.parameters())
             _clip(case, self._model, self._optimizers, norm)
-        return float(total.detach()) / size, size, norm
+        return float(mean.detach()), size, norm
 
 
 def _norm(parameters: Iterable[nn.Parameter]) -> float:
@@ -895,6 +949,8 @@ def without_what_no_graph_can_hold(case: Case) -> Case:
         on_out_of_memory="raise",
         too_large=None,
         traits=case.traits - {"carried", "changed", "placed"},
+        has_terms=False,
+        named=frozenset(),
         raising=case.raising if case.raising is not None and case.raising[0] == "completed" else None,
     )
 

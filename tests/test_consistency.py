@@ -534,8 +534,9 @@ def test_the_device_objects_to_states_that_differ(monkeypatch: pytest.MonkeyPatc
         check._sent = None
         if sent is not None:
             digest, shards = sent
-            shard = None if shards is None else SimpleNamespace(factor=shards[1])
-            check._sent = SimpleNamespace(digest=digest, shards_digest=0 if shards is None else shards[0], shard=shard)
+            held = {} if shards is None else {"weight": shards[0]}
+            holders: Any = {} if shards is None else {"weight": SimpleNamespace(factor=shards[1])}
+            check._sent = _Check(1, {"bias": digest}, held, holders)
         sums += torch.tensor(check.payload(), dtype=torch.float64)
     assert bool(check.vetoes(sums)) == objects
 
@@ -693,9 +694,9 @@ def test_shards_that_several_ranks_hold_are_compared(part: Any, victims: list[in
 
 def of_six_ranks(monkeypatch: pytest.MonkeyPatch, digests: list[int], whole: list[int]) -> tuple[StateConsistency, Tensor]:
     """A handler, and what it has of six ranks with three copies of two shards, of which ranks 0, 2 and 4 hold the first."""
-    shards = [_Shard(part=(rank % 2,), copy=(rank // 2,), copies=3) if digests else None for rank in range(6)]
+    holders = [{"weight": _Shard((rank % 2,), (rank // 2,), copies=3)} if digests else {} for rank in range(6)]
     of_shards = [{"weight": digest} for digest in digests] or [{}] * 6
-    checks = [_Check(1, {"bias": whole[rank]}, of_shards[rank], shards[rank]) for rank in range(6)]
+    checks = [_Check(1, {"bias": whole[rank]}, of_shards[rank], holders[rank]) for rank in range(6)]
     monkeypatch.setattr("ignite_train.ranks.collectives.gather_objects", lambda _: checks)
     monkeypatch.setattr("ignite_train.ranks.collectives.world_size", lambda: 6)
     model = cuts.linear()

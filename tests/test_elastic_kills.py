@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import signal
 import sys
@@ -28,17 +29,20 @@ SECONDS = 240.0  # for a run; a run without a kill takes about fifteen
 class Killer:
     """Kills or suspends random replicas of a launcher, from time to time; at most all but one at once.
 
-    A replica that is suspended is continued or killed later: so it finds that the others have continued without it.
+    It begins when an update was made. A replica that is suspended is continued or killed later: so it finds that the others have
+    continued without it.
     """
 
-    def __init__(self, seed: int, launcher: ElasticLauncher) -> None:
+    def __init__(self, seed: int, launcher: ElasticLauncher, begun: Path) -> None:
         self._random, self._launcher = random.Random(seed), launcher  # noqa: S311  # a test
-        self._next = time.monotonic() + self._random.uniform(6, 10)  # once most replicas have joined
+        self._begun, self._next = begun, math.inf
         self._suspended: list[tuple[float, Any]] = []
         self.num_kills = 0
 
     def look(self) -> None:
         now, draw = time.monotonic(), self._random
+        if self._next == math.inf and self._begun.exists():
+            self._next = now + draw.uniform(0, 2)
         for entry in [entry for entry in self._suspended if entry[0] < now]:
             self._suspended.remove(entry)
             if entry[1].poll() is None:
@@ -58,10 +62,10 @@ class Killer:
 
 def run(directory: Path, num_replicas: int, seed: int | None, batches: str) -> tuple[list[Any], int]:
     """Gives what the replicas that have ended wrote, and how many were killed."""
-    numbers = [str(EPOCHS), str(SAMPLES), "0.03", batches]
+    numbers = [str(EPOCHS), str(SAMPLES), "0.1", batches]
     command = [sys.executable, str(SCRIPT), str(directory), *numbers]
     with ElasticLauncher(command, num_replicas, heartbeat_ms=600, join_ms=8000, hang_seconds=8) as launcher:
-        killer = None if seed is None else Killer(seed, launcher)
+        killer = None if seed is None else Killer(seed, launcher, directory / "begun")
         deadline = time.monotonic() + SECONDS
         while not launcher.look():
             assert time.monotonic() < deadline, "the replicas have not ended"

@@ -15,6 +15,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "ForwardContractError": ("no loss",),
     "NoGradientError": ("no gradient",),
     "SparseGradientError": ("table.weight",),
+    "UnlikeMicroBatchesError": ((0, 1),),
     "UnlikeParametersError": ("'a.weight'", (0, 2)),
     "LearningRateError": (1, float("inf")),
     "GradientAccessError": ("not now",),

@@ -133,6 +133,25 @@ def test_digits_are_tuned(launcher: tuple[str, ...]) -> None:
     assert "held-out accuracy" not in printed
 
 
+def _curve(printed: str) -> list[tuple[float, ...]]:
+    """Update, loss, gradient norm and bytes of each line that the Llama prints."""
+    lines = re.findall(r"update (\d+): loss ([\d.]+), gradient norm ([\d.]+), (\d+) bytes", printed)
+    return [tuple(map(float, line)) for line in lines]
+
+
+@pytest.mark.slow
+def test_the_llama_has_the_loss_curve_of_one_process_on_a_mesh(tmp_path: Path) -> None:
+    """Tensor parallel over 2 ranks, sharded over 2, activations recomputed; and one process continues from its checkpoint."""
+    arguments = ["--in-float64", "--max-updates"]
+    alone = _curve(_run("llama.py", *arguments, "7"))
+    four = _curve(_run("llama.py", *arguments, "5", "--nproc", "4", "--directory", str(tmp_path)))
+    after = _curve(_run("llama.py", *arguments, "7", "--directory", str(tmp_path)))
+    assert [update for update, *_ in alone] == [1, 2, 3, 4, 5, 6, 7]
+    assert len(four) == 5
+    for ours, theirs in zip([*four, *after], alone, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-9)
+
+
 @pytest.mark.parametrize("example", [slow("language_model.py"), nightly("digits.py")])
 def test_help_names_the_options(example: str) -> None:
     printed = _run(example, "--help")

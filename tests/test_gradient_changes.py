@@ -273,6 +273,38 @@ def test_later_events_see_the_mean_of_what_handlers_have_made_infinite(build: Bu
     assert all(torch.equal(p, q) for p, q in zip(seen, kept, strict=True))
 
 
+def seen_by_handlers(shards: list[list[int]]) -> list[tuple[int, float, float, str | None]]:
+    """Number, loss, sample size and name that a handler reads of each update; and those of the record that is left of it."""
+    model = cuts.linear()
+    options = UpdateOptions(reduction="explicit" if len(shards) > 1 else "auto")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = create_trainer(model, optimizer, cuts.forward, max_grad_norm=0.1, protect=False, options=options)
+    seen: list[tuple[int, float, float, str | None]] = []
+
+    @trainer.on(TrainEvents.GRADIENTS_REDUCED)
+    def note(trainer: Trainer) -> None:
+        record = trainer.state.update_output
+        assert record is not None
+        seen.append((trainer.state.iteration, record.loss, record.sample_size, record.name))
+
+    with trainer.session() as state:
+        for name in (None, "other", None):
+            record = trainer.update(cuts.shard(shards), name=name)
+            seen.append((state.iteration, record.loss, record.sample_size, record.name))
+    return seen
+
+
+def test_the_loss_and_the_size_of_the_running_update_are_known() -> None:
+    """Over all micro-batches and ranks, as in the record that the update leaves."""
+    alone = seen_by_handlers([[40, 24]])
+    assert alone[::2] == alone[1::2]
+    assert [(number, name) for number, *_, name in alone[::2]] == [(1, None), (2, "other"), (3, None)]
+    assert alone[0][2] == float(cuts.samples()[2].sum())
+    for found in run_ranks(seen_by_handlers, [[40], [4, 20]]):
+        assert found[::2] == found[1::2]
+        assert [size for _, _, size, _ in found] == [size for _, _, size, _ in alone]
+
+
 def test_gradients_beyond_float32_squares_keep_their_norm(build: Build, micro_batches: list[Batch]) -> None:
     """A handler may make them so large that float32 cannot hold their squares."""
     setup = build()

@@ -324,5 +324,25 @@ def test_groups_are_looked_at_from_time_to_time(monkeypatch: pytest.MonkeyPatch)
     trainer = create_trainer(
         model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).mean(), accumulation_steps=2
     )
-    trainer.run([torch.randn(2, 3) for _ in range(140)], max_epochs=1)
+    trainer.run((torch.randn(2, 3) for _ in range(140)), max_epochs=1)
     assert sorted({*looks}) == [*range(16), 16, 32, 48, 64]  # what is read before update n + 1
+
+
+@pytest.mark.parametrize("kind", ["list", "tuple", "torch's collation", "one's own collation", "no collation"])
+def test_what_gives_each_micro_batch_once_is_not_looked_at(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list has all of them at the same time, and torch's own collation makes new tensors for each."""
+    looks: list[int] = []
+    ordinary = held_module._bytes_at
+    monkeypatch.setattr(held_module, "_bytes_at", lambda *given: looks.append(1) or ordinary(*given))
+    samples = [torch.randn(2, 3) for _ in range(8)]
+    loader: Any = {
+        "list": samples,
+        "tuple": tuple(samples),
+        "torch's collation": DataLoader(samples, batch_size=2),
+        "one's own collation": DataLoader(samples, batch_size=2, collate_fn=lambda found: torch.stack(found)),
+        "no collation": DataLoader(samples, batch_size=None),
+    }[kind]
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    create_trainer(model, optimizer, lambda model, x: model(x).mean(), accumulation_steps=2).run(loader, max_epochs=1)
+    assert bool(looks) == (kind in ("one's own collation", "no collation"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import cuts
 from ignite_train import ForwardContractError, ForwardOutput, Trainer, UpdateOptions, create_evaluator, create_trainer, only
-from ignite_train.handlers import TrainingMetrics
+from ignite_train.handlers import LearningRateSchedule, ModelEMA, MomentumTeacher, TrainingMetrics
 from ranks import run_ranks
 
 NUM_EPOCHS = 3
@@ -220,9 +221,10 @@ def test_what_is_no_term_is_said(loss: ForwardOutput, message: str) -> None:
     [
         ({"sample_sizes": 3}, "sample_sizes must be a function"),
         ({"sample_sizes": sizes, "normalize": False}, "normalize must be True with sample_sizes"),
+        ({"sample_sizes": sizes, "reduction": "local"}, "reduction must not be 'local' with sample_sizes"),
         ({"sample_sizes": sizes, "on_out_of_memory": "skip"}, "on_out_of_memory must be 'raise' or 'split' with sample_sizes"),
     ],
-    ids=["number", "normalize", "skip"],
+    ids=["number", "normalize", "local", "skip"],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
@@ -311,3 +313,30 @@ def test_an_event_for_the_updates_of_one_name() -> None:
     assert seen == [("ordinary", 1), ("other", 2), ("end", 2), ("ordinary", 3)]
     with pytest.raises(TypeError, match="name must be a string, or None, got 3"):
         only(3)  # type: ignore[arg-type]
+
+
+def test_averages_schedules_and_teachers_follow_the_updates_of_one_name() -> None:
+    """Each as often as there were ordinary steps, and to the weights that these have left."""
+
+    def penalty(model: nn.Module, micro_batch: cuts.Sample) -> ForwardOutput:
+        return ForwardOutput(next(model.parameters()).square().sum(), sample_size=1)
+
+    model, trainer = make()
+    teacher, ema = copy.deepcopy(model), ModelEMA(0.5, warm_up=False)
+    schedule = torch.optim.lr_scheduler.StepLR(trainer.optimizers["optimizer"], 1, gamma=0.5)
+    ema.attach(trainer, only(None))
+    LearningRateSchedule(schedule).attach(trainer, only(None))
+    MomentumTeacher(teacher, model, 0.5).attach(trainer, only(None))
+    expected, rates = torch.tensor(weights_of(model)), []
+    with trainer.session():
+        for name in (None, "penalty", "penalty", None):
+            arguments: dict[str, Any] = {} if name is None else {"forward": penalty, "name": name}
+            rates.extend(trainer.update([cuts.samples()], **arguments).learning_rates)
+            if name is None:
+                expected = 0.5 * expected + 0.5 * torch.tensor(weights_of(model))
+    rate = cuts.LEARNING_RATE
+    assert rates == [rate, rate / 2, rate / 2, rate / 2]
+    assert (ema.num_updates, schedule.last_epoch, trainer.state.num_steps) == (2, 2, 4)
+    assert weights_of(teacher) == pytest.approx(expected.tolist(), rel=1e-6)
+    with ema.swapped_in():
+        assert weights_of(model) == pytest.approx(expected.tolist(), rel=1e-6)

@@ -295,3 +295,19 @@ def test_a_rank_without_data_may_have_a_complex_parameter_first():
         for found in run_ranks(train_complex, way):
             assert found[0] == pytest.approx([complex(first)] * 3, rel=1e-6)
             assert found[1] == pytest.approx([second] * 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("factor", [1 / 3, 0.7, 3e-38, 3e38])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+def test_multiplied_gradients_are_bitwise_those_times_a_number(dtype, factor):
+    """On the host float32 ones are multiplied by a tensor, which is quicker: it rounds the factor no further than a number."""
+    torch.manual_seed(0)
+    model = nn.ParameterDict({"a": torch.zeros(301, dtype=dtype), "b": torch.zeros(2, 3, dtype=dtype)})
+    gradients = Gradients(model, SGD(model.parameters(), lr=0.1))
+    for parameter in model.values():
+        parameter.grad = torch.randn_like(parameter) * (1e-30 if factor > 1 else 1.0)
+    expected = [parameter.grad.clone() for parameter in model.values()]
+    torch._foreach_mul_(expected, factor)
+    gradients.norm()
+    gradients.multiply(factor)
+    assert all(torch.equal(parameter.grad, right) for parameter, right in zip(model.values(), expected, strict=True))

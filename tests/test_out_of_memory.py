@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ignite_train.device.memory_summary import memory_summary
+from ignite_train.update.out_of_memory import memory_summary
 from processes import DEADLINE_SECONDS
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")

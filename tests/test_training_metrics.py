@@ -146,6 +146,34 @@ def test_an_interval_without_a_step_has_no_means() -> None:
     assert seen == [{"loss", "samples"}, set(), {"loss", "samples"}]
 
 
+def test_updates_with_a_name_are_published_apart() -> None:
+    """Their loss is another one, so it is in no mean of the others; where an interval has nothing else it stands alone."""
+
+    def penalty(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        size = len(micro_batch[0])
+        total = sum(parameter.square().sum() for parameter in model.parameters())
+        return ForwardOutput(total * size, size, {"rows": size, "half": (1.0, 2.0)})  # type: ignore[arg-type]
+
+    trainer, records, published = make(), [], []
+    TrainingMetrics(memory=False).attach(trainer, EVERY(every=3))
+    trainer.add_event_handler(EVERY(every=3), lambda: published.append(dict(trainer.state.metrics)))
+    data = cuts.cut(cuts.samples(), [16] * 4)
+    with trainer.session():
+        for number in range(6):
+            is_other = number in (1, 3, 4, 5)
+            arguments: Any = {"forward": penalty, "name": "penalty"} if is_other else {}
+            records.append(trainer.update([data[number % 4]], **arguments))
+    ordinary = [record for record in records[:3] if record.name is None]
+    size = sum(record.sample_size for record in ordinary)
+    first, second = published
+    assert first["loss"] == pytest.approx(sum(record.loss * record.sample_size for record in ordinary) / size, rel=1e-12)
+    assert first["grad_norm_max"] == max(record.grad_norm for record in ordinary)
+    assert (first["penalty/loss"], first["penalty/rows"]) == pytest.approx((records[1].loss, 1.0), rel=1e-12)
+    assert second["penalty/loss"] == pytest.approx(sum(record.loss for record in records[3:]) / 3, rel=1e-12)
+    assert second["penalty/half"] == 0.5
+    assert not {"loss", "grad_norm", "sample_size"} & second.keys()
+
+
 def test_a_log_that_is_missing_in_an_interval_is_taken_away(tmp_path: Path) -> None:
     """Also one that an earlier process has published."""
 

@@ -29,7 +29,7 @@ from processes import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "distributed.md"
-TORCHRUN, SBATCH = ROOT / "examples" / "torchrun.sh", ROOT / "examples" / "slurm.sbatch"
+TORCHRUN, SBATCH = (ROOT / "examples" / "launch" / name for name in ("torchrun.sh", "slurm.sbatch"))
 PATIENCE = 60.0  # for a launcher to end what it has started
 HANDLERS = ("FailureBoard", "GradNormConsistency", "HangWatch", "StateConsistency", "StopOnSignal")
 
@@ -113,7 +113,7 @@ class Agent(NamedTuple):
 
 
 def run_agents(script: Path, endpoint: str, hosts: tuple[Host, Host]) -> list[Agent]:
-    """Starts examples/torchrun.sh on both hosts, the first of which holds the store, and waits for the end of both."""
+    """Starts examples/launch/torchrun.sh on both hosts, the first of which holds the store, and waits for the end of both."""
     launched = []
     logs = [script.parent / f"{host.address}.{name}" for host in hosts for name in ("output", "errors")]
     deadline = time.monotonic() + DEADLINE_SECONDS

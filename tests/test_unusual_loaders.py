@@ -636,3 +636,46 @@ def test_a_signal_during_a_fetch_changes_no_bit(stop: Callable[[Trainer], None],
 
     whole = train(0)
     assert [at for at in range(1, 13) if train(at) != whole] == []
+
+
+# --- a state that lacks something --------------------------------------------------------------------------------------------
+
+
+class Buffered:
+    """Gives 0 to 11 through a buffer of three, as a stream does that shuffles; its state is the place in the source alone."""
+
+    def __init__(self) -> None:
+        self.source = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[Tensor]:
+        buffer: list[int] = []
+        while self.source < 12:
+            buffer.append(self.source)
+            self.source += 1
+            if len(buffer) > 3:
+                yield torch.tensor([buffer.pop(0)])
+        self.source = 0
+        yield from (torch.tensor([one]) for one in buffer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"source": self.source}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.source = state["source"]
+
+
+def test_micro_batches_that_a_state_lacks_are_counted(tmp_path: Path) -> None:
+    """The run says how many its resumed epoch had too few, and that the state of the loader is why; the next epoch is whole."""
+    for max_iters in (4, 24):
+        trainer, seen = make()
+        Checkpoint(tmp_path, asynchronous=False).attach(trainer)
+        if max_iters == 4:
+            trainer.run(Buffered(), max_iters=4)
+            continue
+        with pytest.warns(UserWarning, match=r"Buffered has len\(\) 12 and gave 9 .* run resumed: 3 are missing") as caught:
+            trainer.run(Buffered(), max_epochs=2)
+        assert len([one for one in caught if "len()" in str(one.message)]) == 1
+    assert [one[0] for one in seen] == [*range(7, 12), *range(12)]

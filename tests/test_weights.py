@@ -26,7 +26,7 @@ from ignite_train.checkpoint import average_checkpoints, best, consolidate, late
 from ignite_train.checkpoint.directory import CheckpointDirectory, commit
 from ignite_train.handlers import Checkpoint, ModelEMA, Validation
 from ignite_train.ranks import collectives
-from ignite_train.tools.consolidate import write_weights
+from ignite_train.tools.write_weights import write_weights
 from ranks import run_ranks
 
 DATA = [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]

@@ -374,7 +374,7 @@ def _optimizer_problems(
         yield f"{described['class']!s:.100} wrote it, and this run has {mine['class']}"
     elif (found := [len(group) for group in described["names"]]) != lengths:
         yield f"its parameter groups have {found} parameters and not {lengths}"
-    elif other := [*differences(_parameters(described, aliases), _parameters(mine, aliases), _same_parameter)]:
+    elif other := [*differences(_parameters_of(described, aliases), _parameters_of(mine, aliases), _same_parameter)]:
         yield from other
     elif not isinstance(saved, Mapping):
         yield f"is {describe(saved)}"
@@ -401,7 +401,7 @@ def _why_no_state(state: Mapping[str, Any], lengths: list[int]) -> str:
     return "" if found == lengths else f"its parameter groups have {found} parameters and not {lengths}"
 
 
-def _parameters(described: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, dict[str, _Form]]:
+def _parameters_of(described: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, dict[str, _Form]]:
     """The tree of the parameters of an optimizer, by their places, each under the first of its names."""
     groups = zip(described["names"], described["shapes"], described["dtypes"], strict=True)
     return {

@@ -84,9 +84,9 @@ class SavedRun:
     def objects(self) -> RunObjects:
         """All that has a state, besides the trainer itself, as attached by now. An object is listed once."""
         others = {f"to_save/{name}": entry for name, entry in self.to_save.items() if not isinstance(entry, Trainer)}
-        shared = self.trainer.parts | others
+        shared, trainers = self.trainer.parts | others, self.trainers
         own = {f"{HANDLERS}{name}": entry for name, entry in stateful_handlers(self.trainer).items()}
-        for prefix, trainer in self.trainers.items():
+        for prefix, trainer in trainers.items():
             _add(shared, f"{prefix}/", trainer.parts)
             _add(own, f"{prefix}/{HANDLERS}", stateful_handlers(trainer))
         known = {id(entry) for entry in (*shared.values(), *own.values())}
@@ -104,10 +104,10 @@ class SavedRun:
         alike = {name: e for name, e in own.items() if isinstance(e, Attachable) and e.same_on_all_ranks}
         shared, own = shared | alike, {name: entry for name, entry in own.items() if name not in alike}
         shared = {name: SavedModule(entry) if isinstance(entry, nn.Module) else entry for name, entry in shared.items()}
-        trained = {"model": self.trainer, **{f"{name}/model": trainer for name, trainer in self.trainers.items()}}
+        trained = {"model": self.trainer, **{f"{name}/model": trainer for name, trainer in trainers.items()}}
         # Replicas that train on their own, and that no handler makes equal, are as many models as there are ranks.
         apart = {name for name, one in trained.items() if not one.replicas_are_equal and not one.moments.after_update}
-        return RunObjects(shared, own, self.trainers, frozenset(apart))
+        return RunObjects(shared, own, trainers, frozenset(apart))
 
     def modules(self) -> Iterator[nn.Module]:
         """The modules that are saved, looked up when the first is taken."""
@@ -330,8 +330,8 @@ def _check_loads(name: str, optimizer: Optimizer) -> None:
 
 
 def _plain(name: str) -> str:
-    """The name of a parameter without what `torch.compile` adds to it."""
-    return name.replace("_orig_mod.", "")
+    """The name of a parameter without what `torch.compile` and activation checkpointing add to it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 @contextmanager

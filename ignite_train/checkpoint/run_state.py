@@ -360,7 +360,7 @@ class _ShardedTensors:
 
     def __init__(self, objects: Mapping[str, Stateful]) -> None:
         self._tensors: dict[KeyPath, DTensor] = {}
-        self._parameters: dict[KeyPath, DTensor] = {}
+        self._sharded_parameters: dict[KeyPath, DTensor] = {}
         for name, entry in objects.items():
             if not isinstance(entry, GathersState):
                 self._collect(entry.state_dict(), (name,))
@@ -368,11 +368,11 @@ class _ShardedTensors:
             if isinstance(optimizer, Optimizer):
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                 sharded = {(name, "state", i): p for i, p in enumerate(parameters) if isinstance(p, DTensor)}
-                self._parameters |= sharded
+                self._sharded_parameters |= sharded
 
     def like(self, path: KeyPath, shape: tuple[int, ...]) -> DTensor | None:
         """See `Like`. An optimizer that has not stepped yet has no moments; they are sharded as their parameters are."""
-        found = self._tensors.get(path, self._parameters.get(path[:3]))
+        found = self._tensors.get(path, self._sharded_parameters.get(path[:3]))
         return found if found is not None and tuple(found.shape) == shape else None
 
     def _collect(self, value: Any, path: KeyPath) -> None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ignite_train.ranks.root_mesh import is_first_holder
+
 __all__ = ["Box", "Piece", "assemble", "check_cover", "local_box", "own_piece"]
 
 
@@ -57,10 +59,7 @@ def own_piece(tensor: Tensor, *, everything: bool) -> Piece | None:
     whole = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Piece(tensor, Box((0,) * len(whole), whole), whole) if everything else None
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None or any(
-        placement.is_replicate() and place for placement, place in zip(tensor.placements, coordinate, strict=True)
-    ):
+    if not is_first_holder(tensor):
         return None
     local = tensor.to_local()
     return Piece(local, local_box(tensor), whole) if local.numel() else None

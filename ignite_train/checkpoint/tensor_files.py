@@ -30,7 +30,7 @@ from ignite_train.device.streams import has_streams
 from ignite_train.errors import CheckpointError
 from ignite_train.model.memory_layout import as_bytes
 
-__all__ = ["Entry", "Snapshot", "TensorFile", "await_devices", "check_entries", "holds", "write_tensors"]
+__all__ = ["Entry", "Snapshot", "TensorFile", "await_devices", "check_entries", "holds", "is_plain_dtype", "write_tensors"]
 
 _CHUNK_BYTES = 16 * 2**20
 _LENGTH_BYTES = 8  # of the length in front of the header
@@ -54,6 +54,11 @@ _PLAIN = {
 }
 _DTYPE_OF = {stored: name for name, stored in _PLAIN.items()}
 _PAIRS = {"complex32": "F16", "complex64": "F32", "complex128": "F64"}
+
+
+def is_plain_dtype(dtype: torch.dtype) -> bool:
+    """Whether the format has this dtype, so that other programs read a tensor of it."""
+    return dtype_name(dtype) in _PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,21 +186,21 @@ class Snapshot:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._memory: dict[str, Tensor] = {}
         self._layouts: dict[str, tuple[torch.dtype, torch.Size, tuple[int, ...]]] = {}
 
     def take(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
         """Copies the numbers of `pieces`. Synchronises with the devices that hold some."""
         layouts = {name: (piece.data.dtype, piece.data.shape, piece.data.stride()) for name, piece in pieces.items()}
         buffers = {
-            name: self._buffers[name] if self._layouts.get(name) == layouts[name] else _empty_copy(piece.data)
+            name: self._memory[name] if self._layouts.get(name) == layouts[name] else _empty_copy(piece.data)
             for name, piece in pieces.items()
         }
         sources = [piece.data for piece in pieces.values()]
         if sources:
             torch._foreach_copy_([*buffers.values()], sources, non_blocking=True)
         await_devices(pieces)
-        self._buffers, self._layouts = buffers, layouts
+        self._memory, self._layouts = buffers, layouts
         return {name: Piece(buffers[name], piece.box, piece.whole) for name, piece in pieces.items()}
 
 
@@ -209,8 +214,16 @@ def _empty_copy(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=has_streams(tensor.device))
 
 
-def write_tensors(disk: Disk, path: Path, pieces: Mapping[str, Piece]) -> tuple[FileRecord, dict[str, Any]]:
+def write_tensors(
+    disk: Disk, path: Path, pieces: Mapping[str, Piece], metadata: Mapping[str, str] | None = None
+) -> tuple[FileRecord, dict[str, Any]]:
     """Writes a new file, to the disk. Returns what must be known to read it: its record, and the note on each tensor.
+
+    Args:
+        disk: the file system.
+        path: the file.
+        pieces: by their names.
+        metadata: words for other programs; the files of a checkpoint have none.
 
     Raises:
         CheckpointError: there are too many tensors.
@@ -219,7 +232,7 @@ def write_tensors(disk: Disk, path: Path, pieces: Mapping[str, Piece]) -> tuple[
     for name in sorted(pieces, key=lambda name: -pieces[name].data.itemsize):  # so that each number is aligned
         entries[name] = entry = Entry.of(pieces[name], offset)
         offset += entry.num_bytes
-    header, notes = _header(entries), {}
+    header, notes = _header(entries, metadata), {}
 
     def parts() -> Iterator[memoryview]:
         yield memoryview(header)
@@ -235,8 +248,9 @@ def write_tensors(disk: Disk, path: Path, pieces: Mapping[str, Piece]) -> tuple[
     return FileRecord(len(header) + offset, zlib.crc32(header)), notes
 
 
-def _header(entries: Mapping[str, Entry]) -> bytes:
-    text = compact_json({name: entry.described() for name, entry in entries.items()})
+def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None) -> bytes:
+    described = {name: entry.described() for name, entry in entries.items()}
+    text = compact_json({"__metadata__": metadata} | described if metadata else described)
     text += b" " * (-len(text) % _LENGTH_BYTES)
     if len(text) > _MAX_HEADER_BYTES:
         raise CheckpointError(f"the state has {len(entries)} tensors, whose list is too long for a file; use fewer tensors")

@@ -7,10 +7,11 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
+from operator import is_
 from typing import Any, Literal
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from ignite_train.arguments import one_of, positive_int
 from ignite_train.data.arriving_group import ArrivingGroup
@@ -204,6 +205,8 @@ class MicroBatchPass:
         num_read: micro-batches of the latest group, with those that are None and those that are left out.
     """
 
+    max_micro_batches: int | None
+
     def __init__(
         self,
         grouping: MicroBatchGrouping,
@@ -244,17 +247,18 @@ class MicroBatchPass:
         self._used = [min(self.lengths)] * len(self.lengths) if self._against else self.lengths  # of each rank's micro-batches
         if self._is_stream:
             self._used = [sys.maxsize] * len(self.lengths)
-        self.max_micro_batches: int | None = None
-        self.more = 1
+        self.max_micro_batches, self.more = None, 1
+        self._most_used = max(self._used)
         self._fills_up = grouping.dealing.size > 1  # with empty groups, while other ranks have more
         self._looks_ahead = self._fills_up and self.length is None
         self._groups_arrive = _reads_ahead(loader) and not (grouping._needs_whole_groups or self._looks_ahead)
+        self._may_be_rewritten = not _gives_each_once(loader)
         self._ahead: list[Any] = []  # read for later groups
         self._nothing_behind = False  # the look ahead has found no other group
         self._read = self.num_read = 0  # micro-batches since the position was found, and in the latest group
         self._is_noted = True  # the place after the latest group; not while it arrives, nor where reading it has failed
-        self._ended = self._exhausted = False  # no group is left; the loader is exhausted
-        self._finished = False  # the epoch is over, and not only the run
+        # No group is left; the loader is exhausted; the epoch is over, and not only the run.
+        self._ended = self._exhausted = self._finished = False
         self._surplus: bool | None = None  # whether the loader gave more than its length; None: not looked at yet
         self._micro_batches = iter(()) if self._place.at_end else self._opened(loader)
         if self._place.reads_past:
@@ -273,18 +277,17 @@ class MicroBatchPass:
 
     def __next__(self) -> MutableSequence[Any]:
         begin = self._position
-        if self._read != self._announced:  # something is left of the pass
-            self._place.check_pass()
-        held = Held(self._ahead, number=self._num_given)
+        if self._place.is_pass_broken() and self._read != self._announced:  # something is left of the pass
+            raise self._place.broken_pass_error()
+        held = Held(self._ahead, number=self._num_given) if self._may_be_rewritten else None
         self._num_given += 1
         group = self._take(held)
         if isinstance(group, list):
             self._note()
         if self.length is not None:
-            self.max_micro_batches = min(max(self._used), self._position) - begin
-            if self._grouping._lends and (
-                self._grouping.none_is_empty or min(self._used) < min(max(self._used), self._position)
-            ):
+            reached = min(self._most_used, self._position)
+            self.max_micro_batches = reached - begin
+            if self._grouping._lends and (self._grouping.none_is_empty or min(self._used) < reached):
                 self.max_micro_batches = None  # the ranks agree on it when they know what each of them has
         if self._fills_up and isinstance(group, list):
             self._leave_out(group, begin)
@@ -293,7 +296,8 @@ class MicroBatchPass:
             raise StopIteration
         if self._looks_ahead:
             self._look_ahead(held)
-        held.check()
+        if held is not None:
+            held.check()
         if not self._grouping.none_is_empty or self._reads_no_data():
             return group
         return [micro_batch for micro_batch in group if micro_batch is not None]
@@ -340,18 +344,29 @@ class MicroBatchPass:
     def close(self, *, whole: bool) -> None:
         """Ends the pass and releases the loader; warns if the loader gave more or fewer micro-batches than its `len()`."""
         over = self.length is not None and not self._against and (self._ended or self._done >= self.length)
-        if whole and over and self._finished and self._announced is not None:  # otherwise the next run finishes the epoch
-            surplus = self._surplus
-            if surplus or self._read != self._announced:
-                change = "shorter" if self._read < self._announced else "longer"
-                warnings.warn(
-                    f"the loader has len() {self._before + self._announced} and gave "
-                    f"{'more' if surplus else self._before + self._read} micro-batches: the "
-                    f"{'surplus is left out of the epoch' if surplus else f'epoch was {change}'}; correct its __len__",
-                    stacklevel=2,
-                )
+        is_finished = whole and over and self._finished  # otherwise the next run finishes the epoch
+        if is_finished and self._announced is not None and (self._surplus or self._read != self._announced):
+            warnings.warn(self._wrong_length(self._announced), stacklevel=2)
         self.pause()
         self._micro_batches = iter(())
+
+    def _wrong_length(self, announced: int) -> str:
+        """Why a pass had another length; where the run resumed in it, the loader's state is the likely cause."""
+        length, given = self._before + announced, self._before + self._read
+        if self._surplus:
+            return (
+                f"the loader has len() {length} and gave more micro-batches: the surplus is left out of the epoch; correct its "
+                "__len__"
+            )
+        if self._place.has_restored and given < length:
+            return (
+                f"the {type(self.loader).__name__} has len() {length} and gave {given} micro-batches in the epoch in which the "
+                f"run resumed: {length - given} are missing, because the state that it saves does not hold them, as that of a "
+                "stream that shuffles may lack its buffer; use a ResumableLoader, or a plain DataLoader, which reads past what "
+                "was done"
+            )
+        change = "shorter" if given < length else "longer"
+        return f"the loader has len() {length} and gave {given} micro-batches: the epoch was {change}; correct its __len__"
 
     def pause(self) -> None:
         """Ends the thread that reads the loader, if there is one; reading on starts another."""
@@ -397,7 +412,7 @@ class MicroBatchPass:
             return
         del group[used:]
 
-    def _take(self, held: Held) -> MutableSequence[Any]:
+    def _take(self, held: Held | None) -> MutableSequence[Any]:
         size = self._size(self._done)
         expected = self._expected(size) if self._groups_arrive and not self._ahead else 0
         self._done += 1
@@ -408,24 +423,23 @@ class MicroBatchPass:
         group, self._ahead = self._ahead[:size], self._ahead[size:]
         group += self._read_list(size - len(group), held, more_follow=self._looks_ahead)
         self._exhausted = len(group) < size
-        for micro_batch in group:
-            self._count(micro_batch)
+        self._count(group)
         if self._drops_last_group and not self._fills_up and len(group) < size:
             return []
         return group
 
-    def _read_list(self, number: int, held: Held, *, more_follow: bool = False) -> list[Any]:
+    def _read_list(self, number: int, held: Held | None, *, more_follow: bool = False) -> list[Any]:
         """The next micro-batches of the loader, fewer at its end.
 
         Args:
             number: how many.
-            held: those that wait while more is read, to which these are added.
+            held: those that wait while more is read, to which these are added; None where none of them can change.
             more_follow: others are read after these, before these are computed.
         """
         read: list[Any] = []
         for micro_batch in islice(self._micro_batches, number):
             read.append(micro_batch)
-            if more_follow or len(read) < number:
+            if held is not None and (more_follow or len(read) < number):
                 held.add(micro_batch)
         return read
 
@@ -438,7 +452,9 @@ class MicroBatchPass:
 
     def _take_arriving(self, expected: int, size: int) -> ArrivingGroup:
         def read() -> Any:
-            return self._count(next(self._micro_batches))
+            micro_batch = next(self._micro_batches)
+            self._count([micro_batch])
+            return micro_batch
 
         def end(group: ArrivingGroup) -> None:
             """As where a group is read at once: the loader is exhausted if it had less than a whole one."""
@@ -447,21 +463,21 @@ class MicroBatchPass:
 
         return ArrivingGroup(read, expected, is_sized=self._announced is not None, on_complete=end, number=self._num_given)
 
-    def _count(self, micro_batch: Any) -> Any:
-        if micro_batch is None and not (self._grouping.none_is_empty or self._reads_no_data()):
+    def _count(self, micro_batches: list[Any]) -> None:
+        has_none = any(map(is_, micro_batches, repeat(None)))
+        if has_none and not (self._grouping.none_is_empty or self._reads_no_data()):
             raise TypeError(
                 "the loader gave None instead of a micro-batch; leave it out, fix the dataset or collate_fn, or pass "
                 "options=UpdateOptions(none_is_empty=True), with which it has no weight"
             )
-        self._read += 1
-        self.num_read += 1
-        return micro_batch
+        self._read += len(micro_batches)
+        self.num_read += len(micro_batches)
 
     def _reads_no_data(self) -> bool:
         """Whether each micro-batch is a None that forward is called with; `set_data` may change that."""
         return isinstance(self.loader, Stream) and isinstance(self.loader.data, NoData)
 
-    def _look_ahead(self, held: Held) -> None:
+    def _look_ahead(self, held: Held | None) -> None:
         wanted = self._size(self._done) if self._drops_last_group else 1
         self._ahead += self._read_list(max(0, wanted - len(self._ahead)), held)
         self._nothing_behind = len(self._ahead) < wanted
@@ -501,6 +517,12 @@ def _reads_ahead(loader: Iterable[Any]) -> bool:
     if isinstance(loader, ResumableLoader) and loader.fetches_in_thread:
         return True
     return isinstance(loader, DataLoader) and loader.num_workers > 0
+
+
+def _gives_each_once(loader: Iterable[Any]) -> bool:
+    """Whether reading another micro-batch cannot change one that was read: torch's own collation makes new tensors."""
+    collates = type(loader) is DataLoader and loader.batch_sampler is not None and loader.collate_fn is default_collate
+    return collates or type(loader) in (list, tuple)
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class DataPosition:
         self._generators_before: dict[str, Any] | None = None
         self._pass: object = None  # see `_pass_of`
         self.at_end = self.jumps = False
-        self.reads_past = False
+        self.reads_past = self.has_restored = False  # the latter: the loader's own state was put back within a pass
 
     def find(self, saved: Mapping[str, Any], skip: int) -> None:
         """Prepares the loader for a pass that begins after the `skip` groups after which `saved` was written. Collective.
@@ -181,18 +181,13 @@ class DataPosition:
                 f"{type(error).__name__}: {' '.join(str(error).split()):.300}; start in another directory"
             ) from error
 
-    def check_pass(self) -> None:
-        """Call it where something is left of the pass.
-
-        Raises:
-            ValueError: another one was begun.
-        """
-        if self.is_pass_broken():
-            raise ValueError(
-                f"data must not be read elsewhere in the middle of a pass, got a {type(self._loader).__name__} with persistent "
-                "workers, which make one pass at a time, and another one was begun: the samples that were left are missed; use "
-                "another loader there, or persistent_workers=False"
-            )
+    def broken_pass_error(self) -> ValueError:
+        """Why the pass cannot be read on where something is left of it and `is_pass_broken`."""
+        return ValueError(
+            f"data must not be read elsewhere in the middle of a pass, got a {type(self._loader).__name__} with persistent "
+            "workers, which make one pass at a time, and another one was begun: the samples that were left are missed; use "
+            "another loader there, or persistent_workers=False"
+        )
 
     def is_pass_broken(self) -> bool:
         """Whether persistent workers make another pass by now, which has ended this one."""
@@ -279,6 +274,7 @@ class DataPosition:
             self._opening = dict(saved["opening"])
             self._set_own_generators(self._opening["own"])  # its sampler may be opened again and read past
             self._stateful.load_state_dict(copy.deepcopy(saved["loader"]))
+            self.has_restored = True
             self._notes, self._own_after = [(saved["loader"], None)] * 2, saved["generators"]
             self.at_end = saved["exhausted"]
             if self.at_end:  # do not read on: some loaders have begun the next pass, others would repeat one

@@ -8,6 +8,7 @@ from itertools import repeat
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from ignite_train.arguments import describe, positive_int, whole_number
@@ -63,6 +64,7 @@ class ResumableLoader(DataLoader[Any]):
         seed_samples: seed the generators for each sample, see above.
         batches: makes the micro-batches, in place of `batch_size`, `shuffle` and `drop_last`; `seed` is that of the samples.
         fetch_in_thread: read ahead in a thread, see above.
+        mesh: as for `ShardedSampler`; with `batches` give it to those.
         options: `num_workers`, `collate_fn`, `pin_memory` and other options of a DataLoader, except those about order. With
             `fetch_in_thread` `prefetch_factor` is how many micro-batches are read ahead at most; 2 by default.
 
@@ -91,6 +93,7 @@ class ResumableLoader(DataLoader[Any]):
         seed_samples: bool = True,
         batches: TokenBudgetSampler | None = None,
         fetch_in_thread: bool = False,
+        mesh: DeviceMesh | None = None,
         **options: Any,
     ) -> None:
         refused = sorted({"sampler", "batch_sampler", "generator", "worker_init_fn"} & options.keys())
@@ -104,10 +107,11 @@ class ResumableLoader(DataLoader[Any]):
                 raise TypeError(
                     f"shuffle must be given, as True or False, got {describe(shuffle)}; or pass batches=TokenBudgetSampler(...)"
                 )
-            self._order = sampler = _KeySampler(dataset, shuffle=shuffle, seed=seed)
+            self._order = sampler = _KeySampler(dataset, shuffle=shuffle, seed=seed, mesh=mesh)
             options |= {"batch_size": positive_int("batch_size", batch_size), "sampler": sampler, "drop_last": drop_last}
         else:
-            _check_batches(batches, dataset, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last or None)
+            given = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last or None, "mesh": mesh}
+            _check_batches(batches, dataset, **given)
             self._order, options["batch_sampler"] = batches, _KeyBatches(batches)
         self._ahead = 0
         if fetch_in_thread:
@@ -140,7 +144,7 @@ class ResumableLoader(DataLoader[Any]):
     @property
     def samples_per_round(self) -> int:
         """Samples in one micro-batch of each rank; with `batches` the place is counted in these, and it is one of each rank."""
-        return int(self.batch_size or 1) * self._order.dealing.size
+        return int(self.batch_size or 1) * self._order.num_shares
 
     def seek(self, samples: int) -> None:
         """Lets the next pass start after `samples` samples, counted over all ranks; `len()` then counts what is left.

@@ -32,7 +32,6 @@ class RunData:
     Attributes:
         stream: with `epoch_length`, the data of the run; otherwise None.
         max_micro_batches: of the rank that has the most in this update; None if unknown.
-        ranks_have_more: whether there is another update in this epoch, as far as the ranks have agreed.
     """
 
     def __init__(
@@ -41,7 +40,6 @@ class RunData:
         self.grouping = grouping
         self.stream: Stream | None = None
         self.max_micro_batches: int | None = None
-        self.ranks_have_more = True
         self._state, self._progress, self._on_pass_ended = state, progress, on_pass_ended
         self._groups: MicroBatchPass | None = None  # the pass that is running or ran last
         self._pass_is_opened = False  # the pass of the open epoch
@@ -159,7 +157,7 @@ class RunData:
 
     def _opened(self, groups: MicroBatchPass) -> MicroBatchPass:
         self._groups, self._pass_is_opened, self._fetched = groups, True, ()
-        self.ranks_have_more = groups.length is not None or sum(collectives.everyones(groups.more)) > 0
+        self._progress.ranks_have_more = groups.length is not None or sum(collectives.everyones(groups.more)) > 0
         return groups
 
     def keeps_open(self, groups: MicroBatchPass) -> bool:
@@ -246,7 +244,7 @@ class RunData:
                 f"state.batch must be a list of the update's {len(fetched)} micro-batches, got {got}; a handler that "
                 "changes data puts state.batch = [change(micro_batch) for micro_batch in state.batch]"
             )
-        return self._sized(group)
+        return group if group is fetched and type(group) is list else self._sized(group)
 
     def _sized(self, group: Sequence[Any]) -> Sequence[Any]:
         """The group, of which the state tells the size."""

@@ -7,11 +7,13 @@ from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Sampler
 
 from ignite_train.arguments import describe, whole_number
 from ignite_train.data.dealing import Dealing
 from ignite_train.data.epoch_order import Order, epoch_order
+from ignite_train.ranks.data_ranks import share_of
 
 __all__ = ["HasEpoch", "ShardedSampler", "samplers_of", "set_epoch"]
 
@@ -69,9 +71,11 @@ class ShardedSampler(Sampler[int]):
         dataset: anything with a length.
         shuffle: a new order in each epoch, which depends on (seed, epoch) only.
         seed: of the order; the same on all ranks.
+        mesh: the dimensions of a device mesh over which samples differ, such as `mesh["dp"]`: the samples are dealt out to the
+            ranks along these, and ranks that differ in other dimensions only get the same. None: each rank gets its own.
 
     Attributes:
-        dealing: to whom; the ranks, unless replicas come and go.
+        dealing: to whom, where replicas come and go; None: to the ranks.
 
     Raises:
         TypeError: the dataset has no length.
@@ -83,13 +87,14 @@ class ShardedSampler(Sampler[int]):
         [0, 1, 2, 3]
     """
 
-    def __init__(self, dataset: Sized, *, shuffle: bool, seed: int = 0) -> None:
+    def __init__(self, dataset: Sized, *, shuffle: bool, seed: int = 0, mesh: DeviceMesh | None = None) -> None:
         if not isinstance(dataset, Sized):
             raise TypeError(f"dataset must have a length, got {describe(dataset)}")
         self._length, self._shuffle = len(dataset), shuffle
         self._seed = whole_number("seed", seed)
         self._epoch = self._start = 0
-        self.dealing = Dealing()
+        self._mesh = mesh
+        self.dealing: Dealing | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next pass; a trainer calls it."""
@@ -108,15 +113,25 @@ class ShardedSampler(Sampler[int]):
         return {"samples": self._length, "shuffle": self._shuffle, "seed": self._seed}
 
     def __repr__(self) -> str:
-        rank = f"rank {self.dealing.rank} of {self.dealing.size}"
+        rank = "rank {} of {}".format(*self._share())
         return f"{type(self).__name__}({self._length} samples, shuffle={self._shuffle}, seed={self._seed}, {rank})"
 
     def __len__(self) -> int:
-        return len(range(self._start + self.dealing.rank, self._length, self.dealing.size))
+        rank, num_ranks = self._share()
+        return len(range(self._start + rank, self._length, num_ranks))
+
+    @property
+    def num_shares(self) -> int:
+        """Among how many ranks the samples are dealt out."""
+        return self._share()[1]
+
+    def _share(self) -> tuple[int, int]:
+        return share_of(self._mesh) if self.dealing is None else (self.dealing.rank, self.dealing.size)
 
     def __iter__(self) -> Iterator[int]:
         start, self._start = self._start, 0
-        positions = range(start + self.dealing.rank, self._length, self.dealing.size)
+        rank, num_ranks = self._share()
+        positions = range(start + rank, self._length, num_ranks)
         return chain.from_iterable(_chunks(positions, self._order_of_epoch())) if self._shuffle else iter(positions)
 
     def _order_of_epoch(self) -> Order:

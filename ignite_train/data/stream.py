@@ -75,7 +75,7 @@ class Stream:
         if self._place is not None and self._place.is_pass_broken():
             if self._given == self._length:
                 return self
-            self._place.check_pass()
+            raise self._place.broken_pass_error()
         self._is_broken = True
         micro_batch = next(self._micro_batches, self)  # type: ignore[arg-type]  # begun by the caller
         self._is_broken = False

@@ -10,12 +10,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Sampler
 
 from ignite_train.arguments import describe, one_of, positive_int, whole_number
 from ignite_train.data.dealing import Dealing
 from ignite_train.data.epoch_order import Order, epoch_order
 from ignite_train.ranks import collectives
+from ignite_train.ranks.data_ranks import share_of
 
 __all__ = ["TokenBudgetSampler"]
 
@@ -66,6 +68,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         seed: of the order; the same on all ranks.
         too_long: what happens with samples of more than `max_tokens` tokens: `"raise"`, or `"skip"`, which leaves them out of
             all epochs and logs how many they are.
+        mesh: as for `ShardedSampler`.
 
     Attributes:
         num_samples: samples of the dataset, with those that are left out.
@@ -92,6 +95,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         shuffle: bool,
         seed: int = 0,
         too_long: Literal["raise", "skip"] = "raise",
+        mesh: DeviceMesh | None = None,
     ) -> None:
         tokens = _checked_lengths(lengths)
         self._max_tokens = positive_int("max_tokens", max_tokens)
@@ -105,7 +109,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
         self._first_batches = np.cumsum([0, *(bucket.num_batches for bucket in self._buckets)])  # of each bucket
         self.num_batches = int(self._first_batches[-1])
         self.epoch = self._start = 0
-        self.dealing = Dealing()
+        self._mesh = mesh
+        self.dealing: Dealing | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next pass; a trainer calls it."""
@@ -122,15 +127,25 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
     def __repr__(self) -> str:
         batches = f"{self.num_samples - self.num_skipped} samples in {self.num_batches} batches, max_tokens={self._max_tokens}"
-        rank = f"rank {self.dealing.rank} of {self.dealing.size}"
+        rank = "rank {} of {}".format(*self._share())
         return f"{type(self).__name__}({batches}, shuffle={self._shuffle}, seed={self._seed}, {rank})"
 
     def __len__(self) -> int:
-        return len(range(self._start + self.dealing.rank, self.num_batches, self.dealing.size))
+        rank, num_ranks = self._share()
+        return len(range(self._start + rank, self.num_batches, num_ranks))
+
+    @property
+    def num_shares(self) -> int:
+        """Among how many ranks the batches are dealt out."""
+        return self._share()[1]
+
+    def _share(self) -> tuple[int, int]:
+        return share_of(self._mesh) if self.dealing is None else (self.dealing.rank, self.dealing.size)
 
     def __iter__(self) -> Iterator[list[int]]:
         start, self._start = self._start, 0
-        return self._batches(range(start + self.dealing.rank, self.num_batches, self.dealing.size), self.epoch)
+        rank, num_ranks = self._share()
+        return self._batches(range(start + rank, self.num_batches, num_ranks), self.epoch)
 
     def _batches(self, positions: range, epoch: int) -> Iterator[list[int]]:
         """The batches at these positions of the epoch. What comes before them is not computed."""

@@ -32,7 +32,7 @@ def map_leaves(change: Callable[[Any], Any], micro_batch: Any, *, whole: Whole) 
     """
 
     def changed(part: Any) -> Any:
-        found = None if whole(part) else _fields(part)
+        found = None if whole(part) else _fields_of(part)
         if found is None:
             return change(part)
         new = {name: map_leaves(change, value, whole=whole) for name, value in found.items()}
@@ -43,7 +43,7 @@ def map_leaves(change: Callable[[Any], Any], micro_batch: Any, *, whole: Whole) 
             object.__setattr__(result, name, value)  # a frozen dataclass has no other way
         return result
 
-    return pytree.tree_map(changed, micro_batch, is_leaf=lambda part: whole(part) or _fields(part) is not None)
+    return pytree.tree_map(changed, micro_batch, is_leaf=lambda part: whole(part) or _fields_of(part) is not None)
 
 
 def leaves(micro_batch: Any, *, whole: Whole = lambda _: False) -> list[Any]:
@@ -67,7 +67,7 @@ def own_to(kind: type) -> Callable[..., Any] | None:
     return found if callable(found) else None
 
 
-def _fields(value: Any) -> dict[str, Any] | None:
+def _fields_of(value: Any) -> dict[str, Any] | None:
     """The attributes that hold the parts of a container that pytree does not know; None for everything else."""
     if isinstance(value, (UserDict, SimpleNamespace)):
         return vars(value)

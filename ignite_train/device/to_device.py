@@ -14,7 +14,7 @@ from torch import Tensor
 from ignite_train.device.leaves import leaves, map_leaves, own_to
 from ignite_train.device.streams import has_streams
 
-__all__ = ["ToDevice", "moves_itself"]
+__all__ = ["ToDevice", "moves_itself", "transfer_to"]
 
 _logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class ToDevice:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._target = device
         self._has_streams = has_streams(device)
         self._stream: Any = None  # made when it is needed
         self._coming: _Coming | None = None
@@ -57,13 +57,13 @@ class ToDevice:
     def __call__(self, micro_batch: Any) -> Any:
         """The micro-batch on the device, for what is computed next."""
         if not self._has_streams:
-            return micro_batch if self._device.type == "cpu" else _map(self._move, micro_batch)
+            return micro_batch if self._target.type == "cpu" else _map(self._move, micro_batch)
         coming = self._moved_ahead(micro_batch)
         if coming is None:
             coming = self._start(micro_batch)
         else:
             self._coming = None
-        stream, copied_late = _current_stream(self._device), False
+        stream, copied_late = _current_stream(self._target), False
         stream.wait_event(coming.event)
 
         def hand_over(leaf: Any) -> Any:
@@ -103,10 +103,10 @@ class ToDevice:
 
     def _start(self, micro_batch: Any) -> _Coming:
         if self._stream is None:
-            self._stream = _new_stream(self._device)
+            self._stream = _new_stream(self._target)
 
         def copy(leaf: Any) -> Any:
-            return _pinned(leaf).to(self._device, non_blocking=True) if _is_plain(leaf) else leaf
+            return _pinned(leaf).to(self._target, non_blocking=True) if _is_plain(leaf) else leaf
 
         with self._stream:
             moved = _map(copy, micro_batch)
@@ -117,8 +117,8 @@ class ToDevice:
             self._warn_of(leaf)
             return leaf
         if self._has_streams and (isinstance(leaf, Tensor) or _takes_non_blocking(type(leaf))):  # type: ignore[arg-type]
-            return leaf.to(self._device, non_blocking=True)
-        return leaf.to(self._device)
+            return leaf.to(self._target, non_blocking=True)
+        return leaf.to(self._target)
 
     def _warn_of(self, leaf: Any) -> None:
         """Names, once, a class of objects that hold tensors in a way that nothing here knows."""
@@ -127,9 +127,14 @@ class ToDevice:
         self._left_alone.add(type(leaf))
         if any(isinstance(one, Tensor) for one in leaves(_attributes(leaf))):
             _logger.warning(
-                f"the micro-batch holds a {type(leaf).__qualname__} whose tensors are not moved to {self._device}: give the "
+                f"the micro-batch holds a {type(leaf).__qualname__} whose tensors are not moved to {self._target}: give the "
                 "class a method to(device) that returns the moved object, or use a dict or a dataclass"
             )
+
+
+def transfer_to(device: torch.device) -> ToDevice | None:
+    """What copies micro-batches to a device; None for the CPU, where there is nothing to copy."""
+    return None if device.type == "cpu" and not has_streams(device) else ToDevice(device)
 
 
 def moves_itself(value: Any) -> bool:

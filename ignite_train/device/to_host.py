@@ -32,7 +32,7 @@ class ToHost:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._source = device
         self._numbers: Tensor | None = None
         self._pinned: Tensor | None = None
         self._event: Any = None
@@ -48,11 +48,11 @@ class ToHost:
         if not has_streams(numbers.device):
             return
         if self._event is None:
-            self._event = _new_event(self._device)
+            self._event = _new_event(self._source)
         if self._pinned is None or self._pinned.shape != numbers.shape or self._pinned.dtype != numbers.dtype:
             self._pinned = torch.empty_like(numbers, device="cpu", pin_memory=not numbers.is_cpu)
         self._pinned.copy_(numbers, non_blocking=True)
-        self._event.record(_stream_of(self._device))
+        self._event.record(_stream_of(self._source))
         self._numbers = self._pinned
 
     def receive(self) -> list[float]:

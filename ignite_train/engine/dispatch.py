@@ -103,7 +103,7 @@ class Attachable:
         return False
 
     def rows_at_end(self) -> Iterable[tuple[str, str]]:
-        """Rows of the table at the end of a run: the name of each, `"time"`, `"best"` or `"files"`, and its text."""
+        """Rows of the table at the end of a run: the name of each, `"time"`, `"best"`, `"files"` or `"hint"`, and its text."""
         return ()
 
 

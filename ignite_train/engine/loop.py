@@ -181,10 +181,12 @@ class Loop(Dispatcher):
                 self.begin_section("data")
                 if state.dataloader is not None:
                     self.fire_event(_GET_BATCH_STARTED)
-                state.batch = self._fetch(batches)
-                if state.batch is _END:
-                    state.batch, over = None, True
+                fetched: Any = next(batches, _END)
+                self._note_fetched(fetched, batches)
+                if fetched is _END:
+                    over = True
                     break
+                state.batch = fetched
                 self._iterate()
                 over = not self.progress.stops and self._epoch_is_over(batches)
             if over:
@@ -200,8 +202,8 @@ class Loop(Dispatcher):
         """Whether the pass, which a request to stop has ended within its epoch, is what the next `run` continues."""
         return False
 
-    def _fetch(self, batches: Batches) -> Any:
-        return next(batches, _END)
+    def _note_fetched(self, batch: Any, batches: Batches) -> None:
+        """For subclasses: called with what came of the data, which is no batch where they have ended."""
 
     def _iterate(self) -> None:
         """Runs one iteration on `state.batch`, which handlers before it may replace."""
@@ -260,7 +262,7 @@ class Loop(Dispatcher):
 
     def _epoch_is_over(self, batches: Batches) -> bool:
         over = batches.length is not None and self.progress.epoch_iteration >= batches.length
-        return over or self.progress.epoch_ends
+        return over or self.progress.epoch_ends or not self.progress.ranks_have_more
 
     def _reached_max_iters(self) -> bool:
         limit = self.state.max_iters

@@ -36,6 +36,7 @@ class Progress:
         epoch_started: the handlers of the open epoch's EPOCH_STARTED have run in this process.
         epoch_iteration: iterations of the open epoch that are done.
         epoch_ends: a request to end the epoch has taken effect: it has no other batch.
+        ranks_have_more: some rank has another batch in this epoch, as far as the ranks have agreed.
         stops: a request to stop the run has taken effect: it has no other batch.
         reading: a pass over the data is open.
         data_ended: the pass of the epoch before has ended in this run, or before its interrupt, by itself.
@@ -54,6 +55,7 @@ class Progress:
     epoch_started: bool = False
     epoch_iteration: int = 0
     epoch_ends: bool = False
+    ranks_have_more: bool = True
     stops: bool = False
     reading: bool = False
     data_ended: bool = False

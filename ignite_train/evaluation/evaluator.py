@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from ignite.engine import Engine, Events
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -29,14 +29,15 @@ from ignite_train.engine.loop import Loop
 from ignite_train.evaluation.uneven_metrics import metrics_published_at, uneven_metrics
 from ignite_train.forward import TERM, BoundForward, Forward, ForwardOutput, as_forward_output, bind_forward
 from ignite_train.model.forward_state import ForwardState
-from ignite_train.model.loss_declaration import FirstForward, check_forward
+from ignite_train.model.loss_declaration import FirstForward, check_declaration
 from ignite_train.model.precision import Precision, PrecisionName
 from ignite_train.other_words import answers_other_words
 from ignite_train.ranks import collectives
+from ignite_train.ranks.data_ranks import checked_data_dims
 from ignite_train.ranks.messages import RankRequests
 from ignite_train.ranks.placeholders import borrowed_micro_batch
 from ignite_train.ranks.statistics import Statistics
-from ignite_train.ranks.wrapping import unwrap
+from ignite_train.ranks.wrapping import data_ranks_of_any, unwrap
 from ignite_train.state import EvaluatorState
 
 __all__ = ["Evaluator", "create_evaluator", "kept_state"]
@@ -57,23 +58,31 @@ class Evaluator(Loop):
 
     state: EvaluatorState
 
-    def __init__(self, model: nn.Module, forward: Forward, precision: PrecisionName, uneven: Uneven = "all") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        precision: PrecisionName,
+        uneven: Uneven = "all",
+        data_dims: Sequence[str] | None = None,
+    ) -> None:
         super().__init__(_evaluate)
         self.state = EvaluatorState()
         self.model = unwrap(model)
+        self.data_ranks = data_ranks_of_any(model, data_dims)
         this = weakref.proxy(self)
         bound = bind_forward(forward, lambda: this.state)
 
         def check(micro_batch: Any) -> list[str]:
-            return check_forward(this.model, bound, micro_batch, carried=this.state.carried, precision=this.precision)
+            return check_declaration(this.model, bound, micro_batch, carried=this.state.carried, precision=this.precision)
 
         self.forward: BoundForward = FirstForward(bound, nullcontext, check, partial(setattr, this, "forward"))
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.transfer, self.precision = ToDevice(device), Precision(precision, device)
-        self.statistics = Statistics(device)
+        self.statistics = Statistics(device, counts=self.data_ranks.counts)
         self._limit: int | None = None
         self.on_enter.append(lambda _: collectives.broadcast_buffers(this.model))
-        self._is_sharded = isinstance(model, FSDPModule)
+        self._is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self._uneven: Uneven = "replay" if uneven == "all" and self._is_sharded else uneven
 
     def __repr__(self) -> str:
@@ -112,7 +121,9 @@ class Evaluator(Loop):
         self.state.max_epochs = 1
         self.progress.epoch_open = False
         self._forward_state = ForwardState(self.model, self.state.carried)
-        self.statistics = Statistics(self.statistics.device)  # without the logs of another run, which would be published as 0
+        self.statistics = Statistics(
+            self.statistics.device, counts=self.data_ranks.counts
+        )  # without the logs of another run, which would be published as 0
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
@@ -276,7 +287,12 @@ def kept_state(evaluator: Engine) -> Iterator[None]:
 
 @answers_other_words
 def create_evaluator(
-    model: nn.Module, forward: Forward, *, precision: PrecisionName = "fp32", uneven: Uneven = "all"
+    model: nn.Module,
+    forward: Forward,
+    *,
+    precision: PrecisionName = "fp32",
+    uneven: Uneven = "all",
+    data_dims: Sequence[str] | None = None,
 ) -> Evaluator:
     """Makes an engine that evaluates `model`.
 
@@ -292,13 +308,15 @@ def create_evaluator(
             values cost a small collective for each micro-batch. With `"replay"` ranks that ran out run forward on a
             placeholder that does not count, as with sharded models always. With `"shortest"` all stop when the first rank runs
             out, so that samples are left out. With `"error"` unequal numbers are an error.
+        data_dims: as in `UpdateOptions`, for a model on a mesh. Each sample counts once in the loss, in logs and in `predict`;
+            metrics of Ignite add up over all ranks, so that means are right and sums count it once for each rank of its group.
 
     Returns:
         An engine whose `run(loader)` fills `state.metrics`.
 
     Raises:
         TypeError: `model` is not a module, or `forward` is not callable.
-        ValueError: `precision` or `uneven` is not one of the values above.
+        ValueError: `precision` or `uneven` is not one of the values above, or `data_dims` does not belong to the model.
 
     Example:
         >>> import torch
@@ -312,4 +330,4 @@ def create_evaluator(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {describe(model)}")
     one_of("uneven", uneven, POLICIES)
-    return Evaluator(model, forward, precision, uneven)
+    return Evaluator(model, forward, precision, uneven, checked_data_dims(data_dims))

@@ -250,9 +250,10 @@ class CompiledGather(Gather):
                 is_last = done + 1 >= len(micro_batches)  # which is right by now, see ArrivingGroup
                 if done == 0 or is_last:
                     graphs, tensors, numbers = self._prepare(trainer, micro_batch, is_first=done == 0)
-                moved = self.passes.transfer(micro_batch)
-                if not is_last:
-                    self.passes.transfer.ahead(micro_batches[done + 1])
+                transfer = self.passes.transfer
+                moved = micro_batch if transfer is None else transfer(micro_batch)
+                if transfer is not None and not is_last:
+                    transfer.ahead(micro_batches[done + 1])
                 if not is_last:
                     gathered = graphs.add(moved, numbers, gathered)
                 else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from operator import itemgetter
+from operator import itemgetter, methodcaller
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ __all__ = ["LARGEST_DIVISOR", "SMALLEST_DIVISOR", "FoldedStep", "FoldedSteps"]
 _FOLDING = (Adagrad, Adam, AdamW, SGD)  # with fused=True they divide by `grad_scale` while they read the gradient
 LARGEST_DIVISOR = torch.finfo(torch.float32).max  # in which the kernel holds it
 SMALLEST_DIVISOR = torch.finfo(torch.float32).tiny
+_FUSED = methodcaller("get", "fused")
 _DTYPES, _DTYPE = {torch.float32, torch.bfloat16, torch.float16}, itemgetter(1)
 
 
@@ -59,7 +60,11 @@ class FoldedStep:
     def __call__(self, mean_factor: float, *clip_coefficients: float) -> None:
         """See `Stepper`."""
         (clip_coefficient,) = clip_coefficients
-        factor, groups = mean_factor * clip_coefficient, gather(self._optimizer)
+        factor = mean_factor * clip_coefficient
+        if self._logged and not (self._plain.inner or self._kernels.unfused or any(map(_FUSED, self._optimizer.param_groups))):
+            self._plain.step_along(factor)
+            return
+        groups = gather(self._optimizer)
         obstacle = self._why_not_fused(groups)
         if not self._logged:
             self._say_how(obstacle)

@@ -229,7 +229,7 @@ class UpdateGraphs:
         if states is None:
             return {}
         names = [name for plan in self._plans for name in plan.names]
-        found: dict[str, dict[str, Tensor]] = {"parameter": dict(zip(names, self._parameters(names), strict=True))}
+        found: dict[str, dict[str, Tensor]] = {"parameter": dict(zip(names, self._named(names), strict=True))}
         rest = iter(states)
         for plan in self._plans:
             for name in plan.names:
@@ -286,7 +286,7 @@ class UpdateGraphs:
         scaled = loss * numbers[0].to(loss.dtype) if self._scales_loss else loss
         names = [name for plan in self._plans for name in plan.names]
         unused = [name for plan in self._plans for name in plan.unused]
-        found = torch.autograd.grad(scaled, self._parameters([*names, *unused]), allow_unused=True)
+        found = torch.autograd.grad(scaled, self._named([*names, *unused]), allow_unused=True)
         gradients = [one.detach() for one in found if one is not None]
         if len(gradients) != len(names) or any(one is None for one in found[: len(names)]):
             raise ForwardContractError(_OTHERS)
@@ -298,7 +298,7 @@ class UpdateGraphs:
             raise ForwardContractError("the names in logs differ between micro-batches of one group")
         return gradients, sums
 
-    def _parameters(self, names: list[str]) -> list[Tensor]:
+    def _named(self, names: list[str]) -> list[Tensor]:
         found: list[Tensor] = []
         for name in names:
             here: Any = self._model
@@ -332,7 +332,7 @@ class UpdateGraphs:
         self, gradients: list[Tensor], factors: Sequence[Tensor], may_step: Tensor, numbers: Tensor, states: list[Tensor]
     ) -> None:
         """Changes parameters and states in place, or writes what is there."""
-        parameters = self._parameters([name for plan in self._plans for name in plan.names])
+        parameters = self._named([name for plan in self._plans for name in plan.names])
         scalars = list(numbers.unbind())
         place, number, state = 0, 2, 0
         for plan in self._plans:
@@ -459,13 +459,13 @@ class _Graph:
         self._function, self._compiled = function, torch.compile(function, **_arguments(settings, on_cpu=device.type == "cpu"))
         self._set_lookup: Callable[[Any], Any] | None = vars(torch._C._dynamo.eval_frame).get("set_eval_frame")
         self._refusals = (TorchDynamoException, FailOnRecompileLimitHit)
-        self._device, self._on_draw, self._is_new = device, on_draw, True
+        self._target, self._on_draw, self._is_new = device, on_draw, True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Graph:
         """The function of the copied object, to be compiled: what torch returned for this one calls the original's."""
         copied, on_draw = copy.deepcopy((self._function, self._on_draw), memo)
         function = MethodType(_with_own_code(copied.__func__), copied.__self__)
-        return _Graph(function, self._settings, self._device, on_draw)
+        return _Graph(function, self._settings, self._target, on_draw)
 
     def look_up(self, *arguments: Any) -> Any:
         """Calls what was compiled for such arguments. Gives None where nothing was, and then nothing has run."""
@@ -487,7 +487,7 @@ class _Graph:
         Raises:
             CannotCompileError: torch cannot compile it for these arguments; nothing has run.
         """
-        random_state = RandomState(self._device, (PYTHON, NUMPY))
+        random_state = RandomState(self._target, (PYTHON, NUMPY))
         try:
             with torch._dynamo.config.patch(_WHILE_COMPILING):
                 returned = self._compiled(*arguments)

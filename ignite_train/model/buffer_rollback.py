@@ -28,7 +28,7 @@ class BufferRollback:
     def __init__(self, module: nn.Module, *, is_needed: bool = True) -> None:
         self._module, self._is_needed = module, is_needed
         self._owners: list[tuple[Any, Mapping[str, Tensor | None]]] = []
-        self._buffers: list[Tensor] = []
+        self._copied: list[Tensor] = []
         self._copies: list[Tensor] = []  # of each buffer; written again where the buffers are the same ones
 
     def mark(self) -> None:
@@ -45,18 +45,18 @@ class BufferRollback:
         if self._has_copies_for(buffers):
             torch._foreach_copy_(self._copies, buffers)
         else:
-            self._buffers, self._copies = buffers, [own_memory(buffer).clone() for buffer in buffers]
+            self._copied, self._copies = buffers, [own_memory(buffer).clone() for buffer in buffers]
 
     def _has_copies_for(self, buffers: list[Tensor]) -> bool:
-        return len(buffers) == len(self._buffers) and all(
+        return len(buffers) == len(self._copied) and all(
             one is known and not one.is_nested and one.shape == copy.shape and one.dtype is copy.dtype
-            for one, known, copy in zip(buffers, self._buffers, self._copies, strict=True)
+            for one, known, copy in zip(buffers, self._copied, self._copies, strict=True)
         )
 
     @torch.no_grad()
     def roll_back(self) -> None:
         """Puts them back."""
-        for buffer, before in zip(self._buffers, self._copies, strict=True):
+        for buffer, before in zip(self._copied, self._copies, strict=True):
             if not buffer.is_inference():  # to which torch lets nothing write
                 own_memory(buffer).copy_(before)
         for owner, buffers in self._owners:

@@ -267,7 +267,7 @@ class ForwardState:
         if not is_look and modules == self.modules:
             return
         self.modules = modules
-        self._devices = [*{parameter.device for parameter in self._module.parameters()}]
+        self._devices = [*{parameter.device for parameter in self._module.parameters() if not parameter.is_cpu}]
         owners = [*modules, forward.__self__ if isinstance(forward, MethodType) else forward]
         found = {id(one): one for one in (PYTHON, NUMPY, *self._reached) if isinstance(one, Generator)}
         found |= {id(one): one for owner in owners for one in generators_within(owner).values()}

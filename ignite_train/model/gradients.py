@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import repeat
 from operator import attrgetter, is_, is_not
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -19,12 +20,16 @@ from ignite_train.model.memory_layout import is_dense, sharing_memory
 from ignite_train.model.optimizers import Optimizers
 from ignite_train.model.sparse_parameters import sparse_gradient_values, sparse_parameters
 
-__all__ = ["SMALLEST_NORM", "Gradients", "PartedGradients", "may_trust_norm", "times"]
+__all__ = ["SMALLEST_NORM", "Gradients", "PartedGradients", "may_trust_norm", "no_gradient_error", "times"]
 
 SMALLEST_NORM = 2.0**-40  # below it squares that float32 cannot hold may be more than a rounding of their sum
 
 _ROW = 2**14  # elements that are squared and added up in one go; their float32 sum is good to 2e-7
 _GRADIENT, _DEVICE, _DTYPE = attrgetter("grad"), attrgetter("device"), attrgetter("dtype")
+_IS_ON_HOST = attrgetter("is_cpu")
+_HOST = torch.device("cpu")
+_WIDE = {torch.float32, torch.float64}  # norms of narrower ones are added up in float32
+_FLOAT32_ON_HOST = {(_HOST, torch.float32)}
 _NOTHING, _TENSOR = repeat(None), repeat(Tensor)
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _STRIDE = 2.0**100  # by which a factor beyond these is brought between them
@@ -34,6 +39,15 @@ _CUT = 2**18  # a gradient from this size on is read in rows: a float32 sum over
 def may_trust_norm(norm: float) -> bool:
     """Whether float32 can have added up the squares of the gradients: none too large, and not all too small."""
     return SMALLEST_NORM <= norm < math.inf
+
+
+def no_gradient_error() -> NoGradientError:
+    """Why there can be no step where no parameter has a gradient."""
+    return NoGradientError(
+        "backward left no gradient on any parameter of the optimizer: the loss that forward returned does not depend on them; "
+        "return it with its graph (no .detach(), .item() or torch.no_grad()), and freeze fewer parameters if Freeze has "
+        "dropped the gradients of all that it depends on"
+    )
 
 
 class Gradients:
@@ -126,7 +140,7 @@ class Gradients:
 
     def norm(self) -> float | Tensor:
         """L2 norm over all of them as they are, accumulated in float32 or wider; on an accelerator a 0-d tensor, not read."""
-        gradients = self._values() if self._sparse else self._existing()
+        gradients = self._strided() if self._sparse else self._existing()
         kinds = _by_kind(gradients)
         self.kinds, self.count = {*kinds}, len(gradients)
         return _length(kinds)
@@ -141,21 +155,22 @@ class Gradients:
 
         It is infinite or NaN only if an element is (or if float64 cannot hold the norm itself).
         """
-        return _scaled_length(self._values())
+        return _scaled_length(self._strided())
 
-    def scaled_shard_norm_squared(self) -> float:
+    def scaled_shard_norm_squared(self, copies: Callable[[Tensor], int]) -> float:
         """`shard_norm_squared` by way of `scaled_norm`."""
-        lengths = {replicas: _scaled_length(gradients) for replicas, gradients in self._shares().items()}
+        lengths = {replicas: _scaled_length(gradients) for replicas, gradients in self._shares(copies).items()}
         return sum(length * length / replicas for replicas, length in lengths.items())
 
-    def shard_norm_squared(self) -> float | Tensor:
-        """This rank's share of the squared norm, for gradients that are sharded over all ranks: Σ over ranks is the whole.
+    def shard_norm_squared(self, copies: Callable[[Tensor], int]) -> float | Tensor:
+        """This rank's share of the squared norm, for gradients that are sharded over some ranks: Σ over all ranks is the whole.
 
-        A shard that several ranks hold counts on each of them for its part.
+        Args:
+            copies: how many ranks hold the same part of a gradient, which counts on each of them for its share.
         """
         self.kinds, self.count = set(), 0
         squared: float | Tensor = 0.0
-        for replicas, gradients in self._shares().items():
+        for replicas, gradients in self._shares(copies).items():
             kinds = _by_kind(gradients)
             self.kinds |= {*kinds}
             self.count += len(gradients)
@@ -163,34 +178,18 @@ class Gradients:
             squared += length * length / replicas  # a power of floats raises an OverflowError where a product is infinite
         return squared
 
-    def _shares(self) -> dict[int, list[Tensor]]:
-        """This rank's shards, by how many ranks hold the same."""
+    def _shares(self, copies: Callable[[Tensor], int]) -> dict[int, list[Tensor]]:
+        """This rank's parts, by how many ranks hold the same."""
         shares: dict[int, list[Tensor]] = {}
         for gradient in self._existing():
-            if not isinstance(gradient, DTensor):
-                raise TypeError("model must have all trainable parameters inside fully_shard; apply it to the root module last")
-            placements = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
-            replicas = math.prod(size for placement, size in placements if placement.is_replicate())
-            shares.setdefault(replicas, []).append(gradient.to_local())
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            shares.setdefault(copies(gradient), []).append(local)
         return shares
 
     def first_sparse(self) -> str | None:
         """The name of the first parameter whose gradient is sparse, and which is not the weight of a sparse embedding."""
         named = [(name, p) for name, p in self._model.named_parameters() if p not in self._sparse]
         return next((name for name, p in named if p.grad is not None and p.grad.layout is not torch.strided), None)
-
-    def check(self) -> None:
-        """Sees to it that the norm was one of any gradient at all.
-
-        Raises:
-            NoGradientError: no parameter had one.
-        """
-        if not self.kinds:
-            raise NoGradientError(
-                "backward left no gradient on any parameter of the optimizer: the loss that forward returned does not depend "
-                "on them; return it with its graph (no .detach(), .item() or torch.no_grad()), and freeze fewer parameters if "
-                "Freeze has dropped the gradients of all that it depends on"
-            )
 
     @contextmanager
     def readable(self, mean_factor: float) -> Iterator[None]:
@@ -239,9 +238,19 @@ class Gradients:
 
     def multiply(self, factor: float) -> None:
         """Multiplies all of them, in one pass; in several if float32, in which the kernels hold it, cannot hold the factor."""
-        existing = self._existing()
+        # of shards the memory: torch multiplies no DTensors of several meshes, or beside plain tensors, in one call
+        existing = [one.to_local() if isinstance(one, DTensor) else one for one in self._existing()]
         for part in _factors(factor) if existing else ():
-            torch._foreach_mul_(existing, part)
+            torch._foreach_mul_(existing, self._as_operand(part, existing))
+
+    def _as_operand(self, factor: float, gradients: list[Tensor]) -> float | Tensor:
+        """The factor, or, on the host, a tensor: of a number torch would make one for each gradient.
+
+        A float32 rounds it as torch's arithmetic with float32 gradients does.
+        """
+        if self.kinds != _FLOAT32_ON_HOST or self._sparse or any(map(is_not, map(type, gradients), _TENSOR)):
+            return factor
+        return torch.from_numpy(np.asarray(factor, dtype=np.float32))  # quicker than torch makes one
 
     def name(self, parameter: nn.Parameter) -> str:
         """What a message calls `parameter`."""
@@ -260,7 +269,7 @@ class Gradients:
             found += gradients
         return found
 
-    def _values(self) -> list[Tensor]:
+    def _strided(self) -> list[Tensor]:
         """All of them, and of sparse ones the rows that are there. Rows that backward has left twice are added up first."""
         for parameter in self._sparse:
             if parameter.grad is not None and parameter.grad.is_sparse:
@@ -289,9 +298,9 @@ class PartedGradients(Gradients):
         self._note_parts()
         return norm
 
-    def shard_norm_squared(self) -> float | Tensor:
+    def shard_norm_squared(self, copies: Callable[[Tensor], int]) -> float | Tensor:
         """As for one optimizer over all of the parameters, bit by bit."""
-        squared = super().shard_norm_squared()
+        squared = super().shard_norm_squared(copies)
         self._note_parts()
         return squared
 
@@ -324,7 +333,10 @@ def _is_plain(gradient: Tensor) -> bool:
 
 
 def _by_kind(gradients: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Sorts them by device and dtype; mostly they are of one kind."""
+    """Sorts them by device and dtype; mostly they are of one kind. To ask for devices takes longer than to ask for the host."""
+    dtypes = {*map(_DTYPE, gradients)}
+    if len(dtypes) == 1 and all(map(_IS_ON_HOST, gradients)):
+        return {(_HOST, dtypes.pop()): gradients}
     kind_of_each = [*zip(map(_DEVICE, gradients), map(_DTYPE, gradients), strict=True)]
     if len({*kind_of_each}) == 1:
         return {kind_of_each[0]: gradients}
@@ -339,12 +351,12 @@ def _length(kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]]) -> floa
     on_host: list[float] = []
     elsewhere: list[Tensor] = []
     for (device, dtype), gradients in kinds.items():
-        wide = None if dtype.is_complex else torch.float64 if dtype is torch.float64 else torch.float32
+        wide = None if dtype in _WIDE or dtype.is_complex else torch.float32
         if is_on_host(device):
             left, tables = _cut(gradients)
             for table in tables:
                 on_host += torch.linalg.vector_norm(table, dim=1, dtype=wide).tolist()
-            on_host += map(float, torch._foreach_norm(left, 2.0, dtype=wide))
+            on_host += map(Tensor.item, torch._foreach_norm(left, 2.0, dtype=wide))
         else:
             elsewhere.append(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=wide)))
     if not elsewhere:

@@ -109,7 +109,7 @@ class GroupTensors:
     def are_known(self, groups: Sequence[SteppedGroup]) -> bool:
         """Whether all of it was there at the latest look, with the same options switched on."""
         last = self._last
-        if last is None or last.freed or last.ids != [*map(id, _values(groups))] or last.kinds != self._gradients.kinds:
+        if last is None or last.freed or last.ids != [*map(id, _state_of(groups))] or last.kinds != self._gradients.kinds:
             return False
         if last.places != _places(groups) or last.strides != _strides(groups):
             return False
@@ -119,7 +119,7 @@ class GroupTensors:
     def note(self, groups: Sequence[SteppedGroup]) -> None:
         """Remembers that all of it has been looked at."""
         freed: list[Any] = []
-        values = _values(groups)
+        values = _state_of(groups)
         parameters = {id(parameter) for group in groups for parameter in group.parameters}
         moments = [value for value in values if isinstance(value, Tensor) and id(value) not in parameters]
         references = [weakref.ref(moment, freed.append) for moment in moments]
@@ -138,7 +138,7 @@ def _states(states: Mapping[Tensor, Any], parameters: Sequence[nn.Parameter]) ->
     return (states.get(parameter, {}) for parameter in parameters)
 
 
-def _values(groups: Sequence[SteppedGroup]) -> list[Any]:
+def _state_of(groups: Sequence[SteppedGroup]) -> list[Any]:
     """The parameters, and what the states hold."""
     found: list[Any] = []
     for group in groups:

@@ -20,7 +20,7 @@ from ignite_train.forward import BoundForward, ForwardOutput, as_forward_output,
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.precision import Precision
 
-__all__ = ["FirstForward", "LossDeclarationWarning", "check_forward", "without_first_look"]
+__all__ = ["FirstForward", "LossDeclarationWarning", "check_declaration", "without_first_look"]
 
 _COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional"}
 _FEW = 6  # from this many samples on a half has three: with two the logarithm of their number doubles, as a sum does
@@ -30,7 +30,7 @@ class LossDeclarationWarning(UserWarning):
     """The first loss, or a log of it, is a mean where `forward` declares a sum, or a sum where it declares a mean."""
 
 
-def check_forward(
+def check_declaration(
     model: nn.Module, forward: BoundForward, micro_batch: Any, *, carried: Carried, precision: Precision
 ) -> list[str]:
     """Says in one line each what is wrong with the declaration of loss and logs, and what to do; nothing if all is right.
@@ -86,7 +86,7 @@ class FirstForward:
         check: Callable[[Any], list[str]],
         replace: Callable[[BoundForward], None],
     ) -> None:
-        self.forward, self._guard, self._check, self._replace = forward, guard, check, replace
+        self.forward, self._guard, self._check, self._set_forward = forward, guard, check, replace
         self._is_checked = False
 
     def __call__(self, model: nn.Module, micro_batch: Any) -> Any:
@@ -97,7 +97,7 @@ class FirstForward:
                 self._is_checked, messages = True, self._check(micro_batch)
             returned = self.forward(model, micro_batch)
         if _size_is_known(returned):
-            self._replace(self.forward)
+            self._set_forward(self.forward)
         for message in messages:
             warnings.warn(message, LossDeclarationWarning, stacklevel=2)
         return returned

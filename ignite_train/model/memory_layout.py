@@ -51,9 +51,11 @@ def share_memory(tensors: Iterable[Tensor]) -> bool:
     tensors = [*tensors]
     if len(tensors) < 2:
         return False
-    blocks = sorted(zip(map(_start, tensors), map(_size, tensors), strict=True))
-    starts, sizes = zip(*blocks, strict=True)
-    return any(map(gt, map(add, starts, sizes), starts[1:]))
+    starts = [*map(_start, tensors)]
+    # Apart from each other, as many of them end before one begins as have begun before it.
+    ends = sorted(map(add, starts, map(_size, tensors)))
+    starts.sort()
+    return any(map(gt, ends, starts[1:]))
 
 
 def own_memory(tensor: Tensor) -> Tensor:

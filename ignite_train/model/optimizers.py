@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from ignite_train.arguments import describe
@@ -126,7 +127,7 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     Where it has a form of its own, and parameters for the keys of a mapping, their numbers are the keys.
     """
     state = optimizer.state_dict()
-    numbers = {parameter: (_PARAMETER, number) for number, parameter in enumerate(_parameters(optimizer))}
+    numbers = {parameter: (_PARAMETER, number) for number, parameter in enumerate(_parameters_of(optimizer))}
     return _with_other_keys(state, numbers) if has_own_form(state) else state
 
 
@@ -153,13 +154,13 @@ def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) ->
 
 def _load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     if has_own_form(state_dict):
-        by_key = {(_PARAMETER, number): parameter for number, parameter in enumerate(_parameters(optimizer))}
+        by_key = {(_PARAMETER, number): parameter for number, parameter in enumerate(_parameters_of(optimizer))}
         optimizer.load_state_dict(_with_other_keys(state_dict, by_key))
         return
     optimizer.load_state_dict(dict(state_dict))
     by_torch = type(optimizer).load_state_dict is Optimizer.load_state_dict
     restored = _as_saved if by_torch else _unrounded
-    parameters = _parameters(optimizer)
+    parameters = _parameters_of(optimizer)
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     if not by_torch and len(keys) != len(parameters):
         return
@@ -170,7 +171,7 @@ def _load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -
                 loaded[name] = restored(saved[name], loaded[name], parameter.dtype)
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -334,6 +335,12 @@ def check_optimizers(model: nn.Module, optimizer: Optimizer | Optimizers, *, clo
 
 def _check_optimizer(label: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
     for index, group in enumerate(optimizer.param_groups):
+        way = next((way for way in ("fused", "foreach") if group.get(way)), None)
+        if way is not None and len({isinstance(parameter, DTensor) for parameter in group["params"]}) > 1:
+            raise ValueError(
+                f"{label} must not have DTensors beside plain parameters in one group with {way}=True, which torch cannot step "
+                f"together, got both in param_groups[{index}]; make two groups, or leave out {way}"
+            )
         if group.get("lr") is None:
             raise ValueError(
                 f"{label} must have a learning rate in each group, got none in param_groups[{index}]; set its 'lr', to 1.0 if "

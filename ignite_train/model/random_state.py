@@ -74,7 +74,7 @@ class RandomState:
     def __init__(self, devices: torch.device | Sequence[torch.device], generators: Sequence[Generator] | None = None) -> None:
         self._devices = [devices] if isinstance(devices, torch.device) else devices
         self._generators = [torch.default_generator, *([PYTHON] if generators is None else generators)]
-        self._states = [*map(get_generator_state, self._generators)]
+        self._states = [torch.default_generator.get_state(), *map(get_generator_state, self._generators[1:])]
         self._on_devices: list[tuple[ModuleType, torch.device, Tensor]] = []
         for device in self._devices:
             if device.type != "cpu":

@@ -42,7 +42,7 @@ class Seeding:
     """
 
     def __init__(self, seed: int, device: torch.device, rank: int) -> None:
-        self.seed, self._device, self.rank = seed, device, rank
+        self.seed, self._target, self.rank = seed, device, rank
         self._numpy = np.random.MT19937(0)
         self._update = 0
         self._before: tuple[RandomState, np.random.BitGenerator] | None = None  # while an update runs
@@ -53,7 +53,7 @@ class Seeding:
     def begin(self, update: int) -> None:
         """Keeps the states that the generators have now, until `end`."""
         self._update = update
-        self._before = RandomState(self._device), get_bit_generator()
+        self._before = RandomState(self._target), get_bit_generator()
         set_bit_generator(self._numpy)
 
     def micro_batch(self, index: int, evaluation: int = 0) -> None:
@@ -70,7 +70,7 @@ class Seeding:
         if self._before is None:
             yield
             return
-        inside = RandomState(self._device)
+        inside = RandomState(self._target)
         self.end()
         try:
             yield
@@ -87,6 +87,6 @@ class Seeding:
 
     def _seed(self, *key: int | str) -> None:
         seed = seed_random_state(self.seed, *key)
-        if self._device.type != "cpu":
-            with torch.accelerator.device_index(self._device.index):
-                torch.get_device_module(self._device).manual_seed(seed)
+        if self._target.type != "cpu":
+            with torch.accelerator.device_index(self._target.index):
+                torch.get_device_module(self._target).manual_seed(seed)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from ignite_train.model.optimizers import Optimizers
@@ -56,7 +56,7 @@ def check_sparse_parameters(model: nn.Module, optimizer: Optimizer | Optimizers)
         ValueError: it cannot, or the model is sharded.
     """
     sparse = sparse_parameters(model)
-    if sparse and any(isinstance(module, FSDPModule) for module in model.modules()):
+    if sparse and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError(
             f"model must have dense gradients in fully_shard, got {next(iter(sparse.values()))!r} of an embedding with "
             "sparse=True; build it with sparse=False"

@@ -117,15 +117,15 @@ class _Watched:
 
     def __init__(self, optimizer: Optimizer, entered: dict[Optimizer, bool]) -> None:
         self._optimizer, self._entered, self._all = optimizer, entered, [*each_optimizer(optimizer)]
-        # Where `_parameters` were found: the lists of the groups with their lengths, and `step` of the optimizer and its class.
+        # Where `_seen` were found: the lists of the groups with their lengths, and `step` of the optimizer and its class.
         self._groups: list[tuple[list[nn.Parameter], int]] = []
         self._steps: Any = None
         self._tells = False  # whether a step was seen to move versions
         self._num_steps = 0  # that were made while they were not known to do so
-        self._parameters: list[list[nn.Parameter]] = []
+        self._seen: list[list[nn.Parameter]] = []
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
-        self._values: list[Tensor] = []
+        self._sums_before: list[Tensor] = []
         self._had_state = False
 
     def __enter__(self) -> None:
@@ -139,7 +139,7 @@ class _Watched:
         if not self._tells:
             hooks = bool(optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
             # Moments come into being in the first step, so the second one is the first whose versions tell something.
-            self._values = self._sums() if hooks or self._num_steps < 2 else []
+            self._sums_before = self._sums() if hooks or self._num_steps < 2 else []
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         """Tells whether the step has moved something. One that has returned has."""
@@ -159,14 +159,14 @@ class _Watched:
             return True
         if self._tells:
             return False
-        return not self._values or not all(map(torch.equal, self._values, self._sums()))
+        return not self._sums_before or not all(map(torch.equal, self._sums_before, self._sums()))
 
     def learn(self) -> None:
         """Notes whether the step, which has returned, shows in the versions."""
         if self._are_same(self._look()):
             self._tells = _versions(self._tensors) != self._versions
         self._num_steps += 1
-        self._values = []
+        self._sums_before = []
 
     def forget_new_state(self) -> None:
         """Drops the state that a first step has begun to make, of which torch would take a part for the whole."""
@@ -186,11 +186,11 @@ class _Watched:
         for group, (parameters, number) in zip(groups, self._groups, strict=True):
             if group["params"] is not parameters or len(parameters) != number:
                 return False
-        (parameters,) = self._parameters
+        (parameters,) = self._seen
         return all(map(is_not, map(_GRADIENT, parameters), repeat(None)))
 
     def _find_parameters(self) -> None:
-        self._parameters = [self._looked_at(one) for one in self._all]
+        self._seen = [self._looked_at(one) for one in self._all]
         self._steps = vars(self._optimizer).get("step"), type(self._optimizer).step
         self._groups = [(group["params"], len(group["params"])) for group in self._optimizer.param_groups]
 
@@ -215,13 +215,13 @@ class _Watched:
     def _look(self) -> list[Tensor]:
         """The parameters that are looked at, and the tensors of their state."""
         tensors: list[Tensor] = []
-        for optimizer, parameters in zip(self._all, self._parameters, strict=True):
+        for optimizer, parameters in zip(self._all, self._seen, strict=True):
             tensors += parameters
             if not (states := optimizer.state):
                 continue
             for parameter in parameters:
                 entries = states.get(parameter)
-                if entries and isinstance(entries, Mapping):
+                if entries and (type(entries) is dict or isinstance(entries, Mapping)):  # the one is told faster
                     tensors += [entry for entry in entries.values() if isinstance(entry, Tensor)]
         return tensors
 

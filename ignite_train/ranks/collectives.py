@@ -16,6 +16,7 @@ import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ignite_train.model.memory_layout import as_bytes
 
@@ -121,15 +122,17 @@ def own_group() -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo") if world_size() > 1 else None
 
 
-def broadcast(tensor: Tensor) -> None:
+def broadcast(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Gives `tensor` the values that it has on rank 0, whatever its strides are there and here. Blocking, collective.
+
+    With `group` it is the first rank of that group which gives them to the others in it.
 
     A collective copies memory, and so takes elements to other indices where the strides of the ranks differ, and writes over
     what lies between the elements of a tensor with gaps. Bytes cross, since gloo does not know int16 and other dtypes.
     """
     tensor = tensor.detach()
     values = tensor.resolve_conj().resolve_neg().contiguous()
-    dist.broadcast(as_bytes(values), src=0)
+    dist.broadcast(as_bytes(values), group=group, group_src=0)
     if values is not tensor:
         for dimension, stride in enumerate(tensor.stride()):
             if stride == 0:  # an expanded dimension holds one element, which may be written once only
@@ -141,7 +144,8 @@ def broadcast_buffers(module: nn.Module) -> None:
     """Gives every rank the buffers of rank 0 (running statistics of BatchNorm, say). Blocking; nothing in a single process."""
     if world_size() > 1:
         for buffer in module.buffers():
-            broadcast(buffer)
+            if not isinstance(buffer, DTensor):
+                broadcast(buffer)
 
 
 def collectives_begun() -> int:
@@ -208,11 +212,11 @@ def end_process(status: int) -> NoReturn:
 def _all_reduce(values: Sequence[float], op: Any) -> list[float]:
     if world_size() == 1:
         return list(values)
-    vector = torch.tensor(values, dtype=torch.float64, device=_device())
+    vector = torch.tensor(values, dtype=torch.float64, device=_own_device())
     dist.all_reduce(vector, op=op)
     return [float(value) for value in vector.tolist()]  # sync
 
 
-def _device() -> torch.device:
+def _own_device() -> torch.device:
     """Where the process group wants its small tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ignite_train.model.gradients import Gradients, may_trust_norm
+from ignite_train.ranks.data_ranks import DataRanks
 from ignite_train.ranks.messages import Outgoing
 from ignite_train.ranks.statistics import Statistics
 
@@ -29,6 +30,7 @@ class Crossing:
         may_drop_micro_batches: whether a rank may drop a micro-batch on its own, since no collective is issued before all of
             its backwards are done.
         forward_is_local: whether a rank can run `module` on its own: its forward has no collective.
+        data_ranks: over which ranks samples differ.
     """
 
     averaged_over = 1
@@ -37,6 +39,7 @@ class Crossing:
 
     def __init__(self, model: nn.Module) -> None:
         self.module = model
+        self.data_ranks = DataRanks.all_ranks()
 
     def context(self, *, last: bool) -> AbstractContextManager[Any]:  # noqa: ARG002
         """The context of a forward and its backward, whose gradients stay on this rank unless it is the update's `last`."""

@@ -155,7 +155,7 @@ class _NoData(nn.Module):
     def __init__(self, module: nn.Module, parameters: list[nn.Parameter], sparse: set[int]) -> None:
         super().__init__()
         self._borrowed = sparse, *parameters
-        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
+        vars(self).update({name: vars(module)[name] for name in ("_parameters", "_buffers", "_modules")})
 
     def forward(self) -> Tensor:
         zero: Tensor = _NoGradients.apply(*self._borrowed)  # type: ignore[no-untyped-call]

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ignite_train.errors import UnlikeParametersError
-from ignite_train.model.gradients import Gradients, may_trust_norm
+from ignite_train.model.gradients import Gradients
 from ignite_train.ranks import collectives
-from ignite_train.ranks.crossing import Crossing
-from ignite_train.ranks.messages import Outgoing, Piggyback
+from ignite_train.ranks.data_ranks import DataRanks
+from ignite_train.ranks.mesh import MeshCrossing
+from ignite_train.ranks.messages import Piggyback
 from ignite_train.ranks.placeholders import Placeholders
-from ignite_train.ranks.statistics import Statistics
 
-__all__ = ["FSDPCrossing", "SameParameters", "check_divide_factors"]
+__all__ = ["FSDPCrossing", "SameParameters", "check_divide_factors", "spans_all_ranks"]
 
 
-class FSDPCrossing(Crossing):
+class FSDPCrossing(MeshCrossing):
     """FSDP2: gradients stay whole and local until the last backward scatters their mean over the ranks.
 
     That keeps a whole gradient in memory for the price of one reduction an update. The norm needs the shards of all ranks:
@@ -37,38 +38,22 @@ class FSDPCrossing(Crossing):
     Args:
         root: the module that `fully_shard` was applied to last.
         placeholders: what a rank without data runs on.
+        data_ranks: over which ranks samples differ; None: over all of them.
     """
 
-    may_drop_micro_batches = False
-    forward_is_local = False
-
-    def __init__(self, root: nn.Module, placeholders: Placeholders) -> None:
-        super().__init__(root)
-        self.averaged_over = collectives.world_size()
+    def __init__(self, root: nn.Module, placeholders: Placeholders, data_ranks: DataRanks | None = None) -> None:
+        super().__init__(root, placeholders, DataRanks.all_ranks() if data_ranks is None else data_ranks)
+        self.averaged_over = max(_num_ranks(group.mesh_info) for group in _parameter_groups(root))
         self._root: Any = root
-        self._placeholders, self._same_parameters = placeholders, SameParameters()
+        self._same_parameters = SameParameters()
         self._has_begun = False  # an update, which has not ended
 
     def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:
-        """As many as the rank with the most micro-batches has more: all run the same number of forwards.
-
-        Collective where the choice of placeholders is, in every update if the loaders have no length, and where some rank has
-        fewer than another.
-
-        Args:
-            group: this rank's micro-batches.
-            max_micro_batches: how many the rank with the most of them has; None if that is unknown, or if some rank has fewer.
-        """
+        """As in `MeshCrossing`. Drops first what an update that was broken off has left."""
         if self._has_begun:
             self._drop_leftovers()
         self._has_begun = True
-        if max_micro_batches is None:
-            lengths = [int(length) for length in collectives.everyones(len(group))]
-            max_micro_batches = max(lengths)
-            if min(lengths) < max_micro_batches:
-                self._placeholders.borrow(group, lengths)
-                return max_micro_batches - len(group)
-        return max_micro_batches - len(group) if self._placeholders.choose(group) else 0
+        return super().num_placeholders(group, max_micro_batches)
 
     def context(self, *, last: bool) -> AbstractContextManager[Any]:
         """Backward leaves whole gradients on this rank, unless it is the last."""
@@ -82,27 +67,14 @@ class FSDPCrossing(Crossing):
         finally:
             self._root.set_requires_gradient_sync(True)
 
-    def take_part(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
-        """Runs the forward of a micro-batch that does not count; its backward adds zeros. Collective, as any forward."""
-        return self._placeholders.loss(loss_of)
-
-    def finish(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> None:
-        """Starts the statistics, with this rank's share of the squared norm."""
-        self._same_parameters.look(gradients)
-        piggybacks = [*outgoing.piggybacks, self._same_parameters]
-        statistics.start(outgoing.requests, piggybacks, norm_squared=gradients.shard_norm_squared())
-
-    def norm(self, gradients: Gradients) -> float:
-        """The norm, from each rank's shards. Collective; all ranks see the same sum, and so take it again alike."""
-        norm = math.sqrt(collectives.total([float(gradients.shard_norm_squared())])[0])
-        if may_trust_norm(norm):
-            return norm
-        return math.sqrt(collectives.total([gradients.scaled_shard_norm_squared()])[0])
-
     def close(self, *, applied: bool) -> None:
         """Tells the placeholders."""
         self._has_begun = False
-        self._placeholders.close(applied=applied)
+        super().close(applied=applied)
+
+    def _riders(self, gradients: Gradients) -> list[Piggyback]:
+        self._same_parameters.look(gradients)
+        return [*super()._riders(gradients), self._same_parameters]
 
     def _drop_leftovers(self) -> None:
         """Has FSDP2 forget a forward or backward that was broken off, and the gradients that wait for their reduction.
@@ -176,7 +148,9 @@ class SameParameters(Piggyback):
 
 
 def check_divide_factors(root: nn.Module) -> None:
-    """Sees to it that FSDP2 divides gradients by the number of ranks that it sums them over.
+    """Sees to it that FSDP2 divides all gradients by one number: the most ranks that it sums some of them over.
+
+    Where it sums those of some modules over fewer ranks, as those of experts are, it is told that number.
 
     Raises:
         ValueError: `set_gradient_divide_factor` was called with another number.
@@ -190,6 +164,15 @@ def check_divide_factors(root: nn.Module) -> None:
                 f"model must have its gradients averaged over {max(sizes)} ranks by fully_shard, got "
                 f"set_gradient_divide_factor({factor:g}); leave that call out: the trainer makes the mean over all samples"
             )
+        if _num_ranks(group.mesh_info) != max(sizes):
+            group.gradient_divide_factor = float(max(sizes))
+
+
+def spans_all_ranks(root: nn.Module) -> bool:
+    """Whether `fully_shard` alone has made DTensors of all parameters, over all ranks: samples differ over all of them."""
+    meshes = [p.device_mesh.size() for p in root.parameters() if isinstance(p, DTensor)]
+    groups = [_num_ranks(group.mesh_info) for group in _parameter_groups(root)]
+    return {*meshes, *groups} == {collectives.world_size()}
 
 
 def _states(root: nn.Module) -> list[Any]:

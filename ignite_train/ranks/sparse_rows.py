@@ -26,15 +26,15 @@ class SparseRows:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = tuple(parameters)
+        self._embeddings = tuple(parameters)
 
     def announcement(self) -> Tensor:
         """What to sum over the ranks, in float64: for each parameter a place for each rank, with 0 on the other ranks.
 
         It is one more than the number of rows, or 0 where this rank has no gradient.
         """
-        places = torch.zeros(len(self._parameters), collectives.world_size(), dtype=torch.float64)
-        for index, parameter in enumerate(self._parameters):
+        places = torch.zeros(len(self._embeddings), collectives.world_size(), dtype=torch.float64)
+        for index, parameter in enumerate(self._embeddings):
             if parameter.grad is not None:
                 parameter.grad = _as_rows(parameter.grad)
                 places[index, collectives.rank()] = 1 + len(parameter.grad.values())
@@ -48,15 +48,15 @@ class SparseRows:
         Args:
             announced: the sum of `announcement` over the ranks.
         """
-        counts = announced.reshape(len(self._parameters), -1).long().tolist()  # sync
-        row_bytes = [8 + parameter[0].nbytes for parameter in self._parameters]
+        counts = announced.reshape(len(self._embeddings), -1).long().tolist()  # sync
+        row_bytes = [8 + parameter[0].nbytes for parameter in self._embeddings]
         totals = [
             sum(max(count - 1, 0) * size for count, size in zip(of_rank, row_bytes, strict=True))
             for of_rank in zip(*counts, strict=True)
         ]
         gathered = collectives.gather_bytes(self._packed(), totals) if any(totals) else [self._packed()] * len(totals)
         places = [0] * len(gathered)
-        for parameter, of_parameter in zip(self._parameters, counts, strict=True):
+        for parameter, of_parameter in zip(self._embeddings, counts, strict=True):
             parts = []
             for rank, count in enumerate(of_parameter):
                 if count > 0:
@@ -66,8 +66,8 @@ class SparseRows:
 
     def _packed(self) -> Tensor:
         """The rows of this rank as bytes: of each parameter the indices, then the values."""
-        parts = [torch.empty(0, dtype=torch.uint8, device=self._parameters[0].device)]
-        for parameter in self._parameters:
+        parts = [torch.empty(0, dtype=torch.uint8, device=self._embeddings[0].device)]
+        for parameter in self._embeddings:
             if parameter.grad is not None:
                 rows = parameter.grad.indices()[0], parameter.grad.values()
                 parts += [as_bytes(part.contiguous()) for part in rows]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ignite_train.device.streams import copy_on
 from ignite_train.device.to_host import ToHost, is_on_host
@@ -129,6 +130,7 @@ class Statistics:
 
     Args:
         device: where losses live. On the CPU sums are kept by the host; elsewhere they stay on the device until `finish`.
+        counts: whether what is added here counts; False where another rank is fed the same micro-batches and its sums do.
 
     Attributes:
         on_host: whether the host keeps them.
@@ -136,8 +138,8 @@ class Statistics:
         ranks: over whom they go; the ranks of the process group, unless a way of crossing sets others.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, *, counts: bool = True) -> None:
+        self.device, self.counts = device, counts
         self.on_host = is_on_host(device)
         self._reading = ToHost(device)
         self.ranks: Ranks = _AllRanks()
@@ -347,16 +349,18 @@ class Statistics:
 
     def _number(self, value: float | Tensor) -> float | Tensor:
         if type(value) is not int and isinstance(value, Tensor):  # the one is told faster than the other
+            value = value.full_tensor() if isinstance(value, DTensor) else value
             return float(value.item()) if self.on_host else value.detach().reshape(()).to(self.device, self._dtype)
         return float(value)
 
     def _entries(self) -> list[float | Tensor]:
-        sample_size, loss = self._sums
+        sample_size, loss = self._sums if self.counts else (0.0, 0.0)
+        logs = self._logs if self.counts else {}
         head = _Head(
             length=float(len(_Head._fields) + len(self._payload) + len(self._names) + self._num_beside),
             sample_size=sample_size,
             loss=loss,
-            num_micro_batches=float(self._count),
+            num_micro_batches=float(self._count if self.counts else 0),
             num_out_of_memory=float(self.num_out_of_memory),
             stop=float(self._requests.stop),
             stop_epoch=float(self._requests.stop_epoch),
@@ -366,7 +370,7 @@ class Statistics:
             has_new_names=float(not self._logs.keys() <= {*self._names}),
             norm_squared=self._norm_squared,
         )
-        return [*head, *self._payload, *[self._logs.get(name, 0.0) for name in self._names]]
+        return [*head, *self._payload, *[logs.get(name, 0.0) for name in self._names]]
 
     def _as_vector(self) -> Tensor:
         entries = self._entries()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 from torch import nn
@@ -13,14 +14,16 @@ from ignite_train.arguments import one_of
 from ignite_train.carried import Carried
 from ignite_train.ranks import collectives
 from ignite_train.ranks.crossing import AloneCrossing, Crossing
+from ignite_train.ranks.data_ranks import DataRanks, data_ranks_of
 from ignite_train.ranks.ddp import DDPCrossing
 from ignite_train.ranks.elastic import ElasticCrossing
-from ignite_train.ranks.fsdp import FSDPCrossing, check_divide_factors
+from ignite_train.ranks.fsdp import FSDPCrossing, check_divide_factors, spans_all_ranks
 from ignite_train.ranks.members import Members, check_elastic
+from ignite_train.ranks.mesh import MeshCrossing
 from ignite_train.ranks.placeholders import PlaceholderCrossing, Placeholders
 from ignite_train.ranks.replicas import LocalCrossing, ReplicasCrossing, SmallReplicasCrossing
 
-__all__ = ["ReductionName", "crossing_for", "own_parameters", "unwrap"]
+__all__ = ["ReductionName", "crossing_for", "data_ranks_of_any", "own_parameters", "unwrap"]
 
 ReductionName = Literal["auto", "ddp", "elastic", "explicit", "fsdp", "local"]
 
@@ -32,15 +35,17 @@ def crossing_for(
     accumulates: bool = True,
     in_step: bool = False,
     carried: Carried | None = None,
+    data_dims: Sequence[str] | None = None,
 ) -> Crossing:
     """Chooses how the gradients of `model` cross ranks. Collective.
 
     Args:
-        model: a plain module, one in DistributedDataParallel, or one that `fully_shard` was applied to.
+        model: a plain module, one in DistributedDataParallel, one that `fully_shard` was applied to, or one with DTensors.
         name: `"auto"` is what the model is wrapped for; the others insist on one way.
         accumulates: whether an update may have several micro-batches.
         in_step: whether all ranks are to run forward equally often, those with less data on placeholders.
         carried: what forward carries from micro-batch to micro-batch.
+        data_dims: the names of the mesh dimensions over which samples differ; None where they can be found.
 
     Raises:
         TypeError: the model is wrapped in a way that cannot be right.
@@ -53,8 +58,11 @@ def crossing_for(
         return _elastic(model)
     if isinstance(model, DataParallel):
         raise TypeError("model must not be a DataParallel, whose replicas are threads; run one process for each device instead")
+    data_ranks = data_ranks_of_any(model, data_dims)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return _sharded(model, name, carried)
+        return _sharded(model, name, Placeholders(model, carried), data_ranks)
+    if data_ranks.mesh is not None:
+        return _on_mesh(model, name, Placeholders(model, carried), data_ranks)
     crossing = _replicated(model, name, accumulates=accumulates)
     if not in_step or collectives.world_size() == 1:
         return crossing
@@ -78,6 +86,12 @@ def _elastic(model: nn.Module) -> ElasticCrossing:
             "take of its own samples; use GroupNorm or LayerNorm, or track_running_stats=False"
         )
     return ElasticCrossing(model, Members(lighthouse))
+
+
+def data_ranks_of_any(model: nn.Module, data_dims: Sequence[str] | None) -> DataRanks:
+    """Finds the data ranks of a model, however it is wrapped; see `data_ranks_of`."""
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    return data_ranks_of(model, data_dims, all_differ=sharded and spans_all_ranks(model))
 
 
 def _replicated(model: nn.Module, name: ReductionName, *, accumulates: bool) -> Crossing:
@@ -129,7 +143,20 @@ def own_parameters(model: nn.Module) -> list[str]:
     return [name for name, p in named if name in ddp.parameters_to_ignore and id(p) not in delayed]
 
 
-def _sharded(model: nn.Module, name: ReductionName, carried: Carried) -> FSDPCrossing:
+def _on_mesh(model: nn.Module, name: ReductionName, placeholders: Placeholders, data_ranks: DataRanks) -> MeshCrossing:
+    if _find_ddp(model) is not None:
+        raise ValueError(
+            "model must be without DistributedDataParallel if some of its parameters are DTensors, which it does not reduce; "
+            "pass the module inside, with options=UpdateOptions(data_dims=...), or apply fully_shard to it"
+        )
+    if name not in ("auto", "explicit"):
+        raise ValueError(
+            f"reduction must be 'auto' or 'explicit' for a model with DTensors and without fully_shard, got {name!r}"
+        )
+    return MeshCrossing(model, placeholders, data_ranks)
+
+
+def _sharded(model: nn.Module, name: ReductionName, placeholders: Placeholders, data_ranks: DataRanks) -> FSDPCrossing:
     if name not in ("auto", "fsdp"):
         raise ValueError(f"reduction must be 'auto' or 'fsdp' for a model that fully_shard was applied to, got {name!r}")
     if isinstance(model, (nn.ModuleDict, nn.ModuleList)):
@@ -144,14 +171,8 @@ def _sharded(model: nn.Module, name: ReductionName, carried: Carried) -> FSDPCro
             f"model must have fully_shard applied to the root module, last, got one where {(whole or ['the root'])[0]!r} is "
             "not sharded; its gradient would not cross the ranks"
         )
-    num_ranks = max(parameter.device_mesh.size() for parameter in model.parameters() if isinstance(parameter, DTensor))
-    if num_ranks != collectives.world_size():
-        raise ValueError(
-            f"model must be sharded or replicated over all {collectives.world_size()} ranks, got a mesh of {num_ranks}; give "
-            "fully_shard a mesh of all ranks, of two dimensions if each shard must be on several of them"
-        )
     check_divide_factors(model)
-    return FSDPCrossing(model, Placeholders(model, carried))
+    return FSDPCrossing(model, placeholders, data_ranks)
 
 
 def _hooked(model: nn.Module, ddp: DistributedDataParallel, name: ReductionName) -> Crossing:

@@ -12,9 +12,9 @@ from torch import Tensor
 from ignite_train.arguments import describe, path_of, positive_int
 from ignite_train.checkpoint.found import find
 from ignite_train.errors import CheckpointError
-from ignite_train.tools.consolidate import write_weights
 from ignite_train.tools.inspection import verify
 from ignite_train.tools.load_weights import read_weights
+from ignite_train.tools.write_weights import write_weights
 
 __all__ = ["average_checkpoints"]
 

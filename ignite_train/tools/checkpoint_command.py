@@ -1,11 +1,15 @@
-"""The command that lists checkpoints, verifies them, and writes the model of one as a file that `torch.load` reads.
+"""The command that lists checkpoints, verifies them, and writes the model of one as files that other programs read.
 
 python -m ignite_train.checkpoint list DIR
 python -m ignite_train.checkpoint verify DIR
-python -m ignite_train.checkpoint consolidate DIR [--output FILE] [--entry NAME] [--best]
+python -m ignite_train.checkpoint consolidate DIR [--output FILE] [--entry NAME] [--best] [--trained-only] [--evaluated]
+    [--format torch|safetensors|distributed] [--max-shard-bytes N]
 
 DIR is one checkpoint, or a directory of them: then `consolidate` takes the newest that is whole, or with `--best` the one
-with the best score. With `--entry` it writes another object than the model, such as `ModelEMA`, or `to_save/teacher`.
+with the best score. With `--entry` it writes another object than the model, such as `ModelEMA`, or `to_save/teacher`; with
+`--trained-only` the model without its frozen weights, as LoRA adapters; with `--evaluated` the point at which a schedule-free
+optimizer is evaluated. A name that ends in `.safetensors` gives that format. DIR may also be a directory that
+torch.distributed.checkpoint has written, and `--format distributed` writes one.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import argparse
 import pickle
 import sys
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -22,7 +27,9 @@ from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.found import find
 from ignite_train.errors import CheckpointError
 from ignite_train.tools.consolidate import consolidate
+from ignite_train.tools.distributed_checkpoint import is_distributed_checkpoint
 from ignite_train.tools.inspection import best_path, chosen_checkpoint, damage_of
+from ignite_train.tools.write_weights import MAX_SHARD_BYTES, Format
 
 __all__ = ["checkpoint_command"]
 
@@ -38,10 +45,18 @@ def checkpoint_command(arguments: list[str] | None = None) -> int:
             command.add_argument("--output", type=Path, default=Path("model.pt"), help="the file to write (default: model.pt)")
             command.add_argument("--entry", default="model", help="the object to write, such as ModelEMA (default: model)")
             command.add_argument("--best", action="store_true", help="take the checkpoint with the best score")
+            command.add_argument("--trained-only", action="store_true", help="leave out frozen weights")
+            command.add_argument(
+                "--evaluated", action="store_true", help="the weights that a schedule-free run is evaluated with"
+            )
+            command.add_argument(
+                "--format", dest="file_format", choices=get_args(Format), help="default: by the name of the output"
+            )
+            command.add_argument("--max-shard-bytes", type=int, default=MAX_SHARD_BYTES, help="of one file of safetensors")
     options = parser.parse_args(arguments)
     try:
         if options.command == "consolidate":
-            return _consolidate(options.directory, options.output, options.entry, is_best=options.best)
+            return _consolidate(options)
         return _list(options.directory, thoroughly=options.command == "verify")
     except (CheckpointError, OSError) as error:
         print(error, file=sys.stderr)  # noqa: T201
@@ -84,13 +99,26 @@ def _known_best(directory: Path) -> Path | None:
         return None
 
 
-def _consolidate(directory: Path, output: Path, entry: str, *, is_best: bool) -> int:
-    path = chosen_checkpoint(directory, best=is_best)
-    consolidate(path, output, entry=entry)
+def _consolidate(options: argparse.Namespace) -> int:
+    output, entry, path = options.output, options.entry, options.directory
+    if not is_distributed_checkpoint(path):
+        path = chosen_checkpoint(path, best=options.best)
+    names = ("entry", "trained_only", "evaluated", "file_format", "max_shard_bytes")
+    written = consolidate(path, output, **{name: getattr(options, name) for name in names})
+    readers = {
+        "safetensors": f"load_weights(model, {str(output)!r})",
+        "distributed": f"torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id={str(output)!r})",
+    }
+    if written == "torch":
+        readers["torch"] = f"torch.load({str(output)!r}, weights_only={_is_safe(output)})"
+    print(f"{output}  the {entry} of {path}; {readers[written]} reads it")  # noqa: T201
+    return 0
+
+
+def _is_safe(output: Path) -> bool:
+    """Whether torch reads the file without running pickled objects: arrays and frozen sets are such."""
     try:
         torch.load(output, map_location="meta", mmap=True, weights_only=True)  # reads no numbers
-        is_safe = True
-    except pickle.UnpicklingError:  # it holds arrays, or frozen sets: torch reads those as pickled objects only
-        is_safe = False
-    print(f"{output}  the {entry} of {path}; torch.load({str(output)!r}, weights_only={is_safe}) reads it")  # noqa: T201
-    return 0
+    except pickle.UnpicklingError:
+        return False
+    return True

@@ -1,63 +1,78 @@
-"""Writes one object of a checkpoint, such as the model, as a plain file that `torch.load` reads."""
+"""Writes one object of a checkpoint, such as the model, as files that other programs read."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ignite_train.arguments import did_you_mean, path_of
-from ignite_train.checkpoint.disk import Disk
+from ignite_train.arguments import did_you_mean, path_of, positive_int
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import HANDLERS
 from ignite_train.errors import CheckpointError
+from ignite_train.tools.distributed_checkpoint import is_distributed_checkpoint, read_distributed_checkpoint
+from ignite_train.tools.evaluated_weights import evaluated_weights
 from ignite_train.tools.inspection import chosen_checkpoint
+from ignite_train.tools.write_weights import MAX_SHARD_BYTES, Format, write_weights
 
-__all__ = ["consolidate", "read_entry", "write_weights"]
+__all__ = ["consolidate", "read_entry"]
 
 
-def consolidate(path: str | Path, output: str | Path, *, entry: str = "model", best: bool = False) -> None:
-    """Writes the model of a checkpoint, assembled from its shards, as one plain state_dict: `torch.load` reads it.
+def consolidate(
+    path: str | Path,
+    output: str | Path,
+    *,
+    entry: str = "model",
+    best: bool = False,
+    trained_only: bool = False,
+    evaluated: bool = False,
+    file_format: Format | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Format:
+    """Writes the model of a checkpoint, assembled from its shards, as one plain state_dict.
 
-    The file appears whole or not at all, and replaces one of that name.
+    A file appears whole or not at all, and replaces one of that name.
 
     Args:
-        path: the checkpoint, or a directory of them, of which the newest whole one counts.
-        output: the file.
+        path: the checkpoint, or a directory of them, of which the newest whole one counts; or a directory that
+            `torch.distributed.checkpoint` has written, whose tensors under `entry`, or at its top, are taken.
+        output: the file; or the directory, which must not exist, of the distributed format.
         entry: what is written: the name of an object in the checkpoint, such as `"to_save/teacher"`, which may be left without
             `to_save/` or `handlers/`. Of an object that holds a model under `"model"`, as `ModelEMA` does, that model.
         best: of a directory, the checkpoint with the best score.
+        trained_only: leave out the parameters of the model that were frozen when it was saved: of a model with LoRA only the
+            adapters are left. `load_weights(..., strict=False)` puts them into a model that has the others.
+        evaluated: of a run with a schedule-free optimizer, the weights at which it is evaluated, as its `eval()` computes them.
+        file_format: `"torch"`: `torch.load` reads it. `"safetensors"`: each of tied weights once, and where they are more than
+            `max_shard_bytes` several files with an index, named as Hugging Face's libraries expect. `"distributed"`: a
+            directory of `torch.distributed.checkpoint`, with the tensors at its top. None: safetensors if the output ends in
+            `.safetensors`, else torch.
+        max_shard_bytes: of one file of safetensors, if it holds more than one tensor.
+
+    Returns:
+        The format.
 
     Raises:
         DamagedCheckpointError: something that was needed is not what was written.
-        CheckpointError: the checkpoint has no such object, or `output` is a directory.
+        CheckpointError: the checkpoint has no such object, or the format cannot hold it, or `output` is a directory.
     """
-    with CheckpointReader(chosen_checkpoint(path, best=best)) as stored:
-        state = read_entry(stored, entry)
-    write_weights(state, output)
-
-
-def write_weights(state: Any, output: str | Path) -> None:
-    """Writes a state_dict as a file that `torch.load` reads; the file appears whole or not at all.
-
-    Raises:
-        CheckpointError: `output` is a directory.
-    """
-    output = path_of("output", output)
-    if not output.name or output.is_dir():
-        raise CheckpointError(f"output must be the path of a file, got {str(output)!r}")
-    unfinished = output.with_name(f".{output.name}.{os.urandom(4).hex()}")
-    try:
-        with unfinished.open("xb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(output)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    Disk().sync_directory(output.absolute().parent)
+    path = path_of("path", path)
+    positive_int("max_shard_bytes", max_shard_bytes)
+    if (trained_only or evaluated) and entry != "model":
+        raise CheckpointError(f"trained_only and evaluated are about the model that is trained, got entry={entry!r}; use one")
+    if is_distributed_checkpoint(path):
+        if best or trained_only or evaluated:
+            raise CheckpointError(
+                f"best, trained_only and evaluated need a checkpoint of this library, got {path}; leave them out"
+            )
+        state: Any = read_distributed_checkpoint(path, entry)
+    else:
+        with CheckpointReader(chosen_checkpoint(path, best=best)) as stored:
+            state = read_entry(stored, entry)
+            state = evaluated_weights(stored, state) if evaluated else state
+            if trained_only:
+                frozen = {*stored.read("description")["frozen"]}
+                state = {name: value for name, value in state.items() if name not in frozen}
+    return write_weights(state, output, file_format=file_format, max_shard_bytes=max_shard_bytes)
 
 
 def read_entry(stored: CheckpointReader, entry: str) -> Any:

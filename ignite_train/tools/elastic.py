@@ -48,9 +48,9 @@ class _Replica:
 class ElasticLauncher:
     """A lighthouse on this machine, which listens on loopback only, and replicas of one script.
 
-    A replica that ends with an error, or is killed, is started again and joins the others. When one has ended as it should, the
-    run is over: none is started again, and the others are given a minute to end. SIGINT and SIGTERM are passed on to all of
-    them, and none is started again.
+    A replica that ends with an error, or is killed, is started again and joins the others. When one has made the last update,
+    or has ended without an error, the run is over: none is started again, and the others are given a minute to end. SIGINT and
+    SIGTERM are passed on to all of them, and none is started again.
 
     Args:
         command: what each replica runs, such as `[sys.executable, "train.py"]`.
@@ -127,7 +127,7 @@ class ElasticLauncher:
     def look(self) -> bool:
         """Looks at each replica once, and starts again what has died. Gives whether all have ended for good."""
         codes = {number: replica.process.poll() for number, replica in self.replicas.items()}
-        if self._stops_at is None and 0 in codes.values():
+        if self._stops_at is None and (0 in codes.values() or self._ended.exists()):
             self._stops_at = time.monotonic() + _GRACE_SECONDS
         for number, code in codes.items():
             if code not in (None, 0) and self._stops_at is None:

@@ -19,6 +19,7 @@ from ignite_train.checkpoint.run_objects import SavedModule
 from ignite_train.errors import CheckpointError
 from ignite_train.ranks.wrapping import unwrap
 from ignite_train.tools.consolidate import read_entry
+from ignite_train.tools.distributed_checkpoint import is_distributed_checkpoint, read_distributed_checkpoint
 from ignite_train.tools.inspection import chosen_checkpoint
 
 __all__ = ["load_weights", "read_weights"]
@@ -42,6 +43,7 @@ def load_weights(
             `consolidate` or `torch.save(model.state_dict(), ...)` has written. It may hold the state under `"model"` or
             `"state_dict"`. Files are read with `weights_only=True`. Or the folder, the file or the index that `save_pretrained`
             of Hugging Face's libraries has written; files of safetensors need that package. Of tied weights one name is enough.
+            Or a directory of `torch.distributed.checkpoint`.
         entry: as for `consolidate`: `"ModelEMA"` loads the average. Only for a directory.
         best: the checkpoint with the best score, of the directory of a run.
         strict: False leaves alone what the model does not have, and what is missing or has another shape in the file: for a
@@ -96,6 +98,8 @@ def read_weights(path: str | Path, *, entry: str = "model", best: bool = False) 
         DamagedCheckpointError: something that was needed is not what was written.
     """
     path = path_of("path", path)
+    if is_distributed_checkpoint(path) and not best:
+        return read_distributed_checkpoint(path, entry)
     path = _hub_file(path) or path
     return _read_file(path, entry, best=best) if path.is_file() else _read_checkpoint(path, entry, best=best)
 

@@ -138,7 +138,7 @@ def _fetch(loader: Iterable[Any], number: int) -> list[Any]:
     if isinstance(loader, DataLoader):
         own: DataLoader[Any] = copy.copy(loader)
         own.num_workers, own.timeout, own.prefetch_factor = 0, 0, None
-        own._iterator, own.generator = None, torch.Generator()
+        vars(own).update(_iterator=None, generator=torch.Generator())
         loader = own
     state = copy.deepcopy(loader.state_dict()) if isinstance(loader, Stateful) else None
     try:

@@ -197,27 +197,25 @@ class _Before:
     """Copies of what the step of an optimizer changes: parameters, the state of it and of optimizers inside it, options."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._parameters = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
+        self._copies = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
         self._optimizers = [
             (one, _state_of(one), _options_of(one)) for one in (optimizer, *inner_optimizers(optimizer).values())
         ]
 
     def is_unchanged(self) -> bool:
         """Whether the parameters are where they were."""
-        return all(torch.equal(parameter, value) for parameter, value in self._parameters)  # sync
+        return all(torch.equal(parameter, value) for parameter, value in self._copies)  # sync
 
     def is_finite(self) -> bool:
         """Whether the parameters are finite now; one that was not finite before is left out."""
-        found = [parameter for parameter, _ in self._parameters if not bool(torch.isfinite(parameter).all())]  # sync
-        known = (
-            {id(parameter) for parameter, value in self._parameters if not bool(torch.isfinite(value).all())} if found else ()
-        )
+        found = [parameter for parameter, _ in self._copies if not bool(torch.isfinite(parameter).all())]  # sync
+        known = {id(parameter) for parameter, value in self._copies if not bool(torch.isfinite(value).all())} if found else ()
         return all(id(parameter) in known for parameter in found)
 
     def put_back(self) -> None:
         """Undoes the step."""
         with torch.no_grad():
-            for parameter, value in self._parameters:
+            for parameter, value in self._copies:
                 parameter.copy_(value)
         for optimizer, state, options in self._optimizers:
             optimizer.state.clear()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ignite_train.device.to_device import ToDevice
 from ignite_train.errors import ForwardContractError
 from ignite_train.forward import BoundForward, Forward, ForwardOutput, as_forward_output, bind_forward
-from ignite_train.model.loss_declaration import FirstForward, check_forward, without_first_look
+from ignite_train.model.loss_declaration import FirstForward, check_declaration, without_first_look
 from ignite_train.model.precision import Precision
 from ignite_train.model.seeding import Seeding
 from ignite_train.ranks import collectives
@@ -36,7 +36,7 @@ class ForwardBackward:
         module: without.
         user_forward: the user's function; in its first run it is looked at for mistakes.
         run_backward: as `torch.autograd.backward`.
-        transfer: copies micro-batches to the device.
+        transfer: copies micro-batches to the device; None on the CPU.
         precision: of forward.
         loss_scaling: multiplies the loss.
         seeding: what random numbers are a function of, if they are.
@@ -45,6 +45,7 @@ class ForwardBackward:
         carried: what forward carries.
         terms: the denominators of a loss with several terms.
         options: of the update.
+        counts: whether this rank's samples count; see `Statistics`.
         backward_settings: the arguments of each backward, besides the loss.
         is_other: whether the running update has another forward than the trainer was made with.
         name: of the running update.
@@ -55,13 +56,14 @@ class ForwardBackward:
     module: nn.Module
     user_forward: BoundForward
     run_backward: Backward
-    transfer: ToDevice
+    transfer: ToDevice | None
     precision: Precision
     loss_scaling: LossScaling
     seeding: Seeding | None
     guard: HandlerGuard
     state: TrainState
     options: UpdateOptions
+    counts: bool = True
     awaits_size: bool = False
     is_other: bool = False
     name: str | None = None
@@ -71,7 +73,7 @@ class ForwardBackward:
         # What it gives its parts to call must not keep it and its model alive.
         check, replace = WeakMethod(self._check_forward), WeakMethod(self._set_forward)
         self.user_forward = FirstForward(self.user_forward, self.guard.forward, check, replace)
-        self.carried, self.terms = self.state.carried, LossTerms(self.options.sample_sizes)
+        self.carried, self.terms = self.state.carried, LossTerms(self.options.sample_sizes, counts=self.counts)
         creates = self.options.create_graph
         self.backward_settings = {"retain_graph": self.options.retain_graph or creates, "create_graph": creates}
         self._begins_by_size = self.loss_scaling if isinstance(self.loss_scaling, BeginsBySize) else None
@@ -100,7 +102,8 @@ class ForwardBackward:
     def forward(self, micro_batch: Any) -> ForwardOutput:
         """Runs the user's function on a micro-batch, which is copied to the device first, and checks the result."""
         with self.precision.autocast():
-            output = as_forward_output(self.user_forward(self.model, self.transfer(micro_batch)), self.terms.totals)
+            on_device = micro_batch if self.transfer is None else self.transfer(micro_batch)
+            output = as_forward_output(self.user_forward(self.model, on_device), self.terms.totals)
         if self.awaits_size:
             self.agree_on_scale(output.sample_size)
         return output
@@ -121,7 +124,8 @@ class ForwardBackward:
         if self.seeding is not None and index is not None:
             self.seeding.micro_batch(index)
         with self.precision.autocast():
-            returned = self.user_forward(self.module, self.transfer(micro_batch))
+            on_device = micro_batch if self.transfer is None else self.transfer(micro_batch)
+            returned = self.user_forward(self.module, on_device)
             loss = as_forward_output(returned, self.terms.totals).loss
         return loss * self.loss_scaling.scale if self.loss_scaling.enabled else loss
 
@@ -132,13 +136,13 @@ class ForwardBackward:
         micro-batches calls it before it joins the backward of the others.
         """
         self.awaits_size = False
-        (total,) = collectives.total([float(sample_size) * self._group_size])  # sync, in the first update
+        (total,) = collectives.total([float(sample_size) * self._group_size * self.counts])  # sync, in the first update
         assert self._begins_by_size is not None  # noqa: S101  # asked before
         self._begins_by_size.begin(total)
 
     def _check_forward(self, micro_batch: Any) -> list[str]:
         forward = without_first_look(self.user_forward)
-        return check_forward(self.module, forward, micro_batch, carried=self.carried, precision=self.precision)
+        return check_declaration(self.module, forward, micro_batch, carried=self.carried, precision=self.precision)
 
     def _set_forward(self, forward: BoundForward) -> None:
         self.user_forward = forward

@@ -78,7 +78,7 @@ class Gather:
                         self.statistics.add(state.forward_output)
                         if self._is_guarded or trainer.handlers_token is not self._chosen_by:
                             self._fire(trainer, _FORWARD_COMPLETED)
-                        if number < len(group):
+                        if passes.transfer is not None and number < len(group):
                             # Asked for now, so that it is copied while backward runs.
                             passes.transfer.ahead(group[number])
                         trainer.begin_section("backward")

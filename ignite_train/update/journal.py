@@ -210,11 +210,11 @@ class Scale:
     """The loss scale. It changes when the update has ended, since backward and step must use the same one."""
 
     def __init__(self, loss_scaling: LossScaling, ending: Ending) -> None:
-        self._loss_scaling, self._ending, self._is_told = loss_scaling, ending, False
+        self._loss_scaling, self._ending, self._was_overflow = loss_scaling, ending, False
 
     def mark(self) -> None:
-        """It has not been told of this update."""
-        self._is_told = False
+        """There was no overflow so far."""
+        self._was_overflow = False
 
     @property
     def now(self) -> float:
@@ -223,12 +223,11 @@ class Scale:
 
     def overflow(self) -> bool:
         """Tells it of an overflow; gives whether the scale fell. It may raise a `LossScaleFloorError`."""
-        self._is_told, before = True, self._loss_scaling.scale
+        self._was_overflow, before = True, self._loss_scaling.scale
         self._loss_scaling.update(overflow=True)
         return self._loss_scaling.scale < before
 
     def keep(self) -> None:
         """Tells it that there was none."""
-        if not self._is_told and (self._ending.applied or self._ending.end is End.SKIPPED):
-            self._is_told = True
+        if not self._was_overflow and (self._ending.applied or self._ending.end is End.SKIPPED):
             self._loss_scaling.update(overflow=False)

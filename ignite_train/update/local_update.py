@@ -127,7 +127,7 @@ class LocalUpdate(Update):
         own, update, applied = self._own.decision, trainer.state.iteration, output.applied
         if self.loss_scaling.enabled and self._own.num_not_finite > 0:
             scale_fell = self.policy.lower_scale(micro_batches, self.gather.num_placeholders, output)
-            self.policy.failures.count(update, output, scale_fell=scale_fell)
+            self.policy.count(update, output, scale_fell=scale_fell)
         else:
             # A norm of other ranks does not say what is wrong on this one.
             told = output if applied else replace(output, grad_norm=math.nan)

@@ -23,13 +23,15 @@ class LossTerms:
 
     Args:
         sample_sizes: the user's function; without it a loss with several terms needs an update of one micro-batch on one rank.
+        counts: whether this rank's samples count; see `Statistics`.
 
     Attributes:
         totals: what is known in the running update.
     """
 
-    def __init__(self, sample_sizes: SampleSizes | None) -> None:
-        self._count = sample_sizes
+    def __init__(self, sample_sizes: SampleSizes | None, *, counts: bool = True) -> None:
+        self._count, self._counts = sample_sizes, counts
+        self._is_alone = collectives.world_size() == 1  # asked once: it takes longer than a log
         self._names: tuple[str, ...] | None = None  # agreed over the ranks
         self.totals: TermTotals = UNCOUNTED
 
@@ -40,7 +42,7 @@ class LossTerms:
             ForwardContractError: the function has returned something else than numbers by name, or other names than before.
         """
         if self._count is None:
-            self.totals = OF_THIS_MICRO_BATCH if len(group) == 1 and collectives.world_size() == 1 else UNCOUNTED
+            self.totals = OF_THIS_MICRO_BATCH if self._is_alone and len(group) == 1 else UNCOUNTED
             return
         counted: dict[str, float] = {}
         for micro_batch in group:
@@ -50,7 +52,8 @@ class LossTerms:
             everyones = collectives.gather_objects(sorted(counted))
             self._names = tuple(sorted({name for names in everyones for name in names}))
         unknown = [name for name in counted if name not in self._names]
-        *numbers, num_unknown = collectives.total([*(counted.get(name, 0.0) for name in self._names), float(len(unknown))])
+        own = [counted.get(name, 0.0) if self._counts else 0.0 for name in self._names]
+        *numbers, num_unknown = collectives.total([*own, float(len(unknown))])
         if num_unknown:
             got = f", got {unknown[0]!r} too" if unknown else ", and some rank has got another"
             raise ForwardContractError(f"sample_sizes must return the same names in each update, {_listed(self._names)}{got}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ignite_train.arguments import describe, one_of, positive_int
 from ignite_train.data.grouping import POLICIES, Uneven
 from ignite_train.other_words import answers_other_words
+from ignite_train.ranks.data_ranks import checked_data_dims
 from ignite_train.ranks.wrapping import ReductionName
 from ignite_train.update.loss_terms import SampleSizes
 
@@ -74,8 +76,12 @@ class UpdateOptions:
         sample_sizes: a function that counts the samples of each term of a loss that is a mapping, see `ForwardOutput`:
             `sample_sizes(micro_batch)` returns `{"mlm": n, "nsp": m}`, of a micro-batch as the loader gives it. It is asked for
             the whole group before its first forward, so all of it is read before, and the numbers are reduced over the ranks in
-            one small collective. An update of one micro-batch on one rank needs no function. Not with `normalize=False` or
-            `on_out_of_memory="skip"`; `compile="update"` compiles no more than True then.
+            one small collective. An update of one micro-batch on one rank needs no function. Not with `normalize=False`,
+            `on_out_of_memory="skip"` or `reduction="local"`; `compile="update"` compiles no more than True then.
+        data_dims: of a model whose parameters are DTensors on a mesh, the names of the dimensions over which samples differ,
+            such as `("dp",)`, or `("dp", "cp")` where each rank of a context-parallel group adds up the loss of its own tokens.
+            Ranks that differ in other dimensions only are fed the same micro-batches, and count them once. Found where
+            `fully_shard` alone has made the DTensors, over all ranks; required elsewhere; `()` if all ranks are fed the same.
         fast: use the accelerations that change no result beyond the rounding of one multiplication: a fused optimizer divides
             the gradients inside its kernel, which is called directly; on an accelerator a step is queued before the host has
             read the update's numbers; `compile="update"`. False takes the plain way, which is what they are compared with; so
@@ -101,6 +107,7 @@ class UpdateOptions:
     train_mode: bool = True
     none_is_empty: bool = False
     sample_sizes: SampleSizes | None = None
+    data_dims: Sequence[str] | None = None
     fast: bool = True
 
     def __post_init__(self) -> None:
@@ -117,6 +124,7 @@ class UpdateOptions:
             )
         if self.sample_sizes is not None:
             self._check_sample_sizes()
+        checked_data_dims(self.data_dims)
         if self.give_up_after is not None:
             positive_int("give_up_after", self.give_up_after)
         for name, value in vars(self).items():
@@ -128,6 +136,11 @@ class UpdateOptions:
             raise TypeError(f"sample_sizes must be a function that returns numbers by name, got {describe(self.sample_sizes)}")
         if not self.normalize:
             raise ValueError("normalize must be True with sample_sizes, by which each loss is divided, got False")
+        if self.reduction == "local":
+            raise ValueError(
+                "reduction must not be 'local' with sample_sizes, whose numbers are those of all ranks, while each rank "
+                "divides by its own; use another reduction, or one loss"
+            )
         if self.on_out_of_memory == "skip":
             raise ValueError(
                 "on_out_of_memory must be 'raise' or 'split' with sample_sizes, got 'skip': the samples of a micro-batch that "

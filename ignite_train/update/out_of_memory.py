@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -11,14 +13,13 @@ import torch
 from torch import nn
 
 from ignite_train.carried import Carried
-from ignite_train.device.memory_summary import memory_summary
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.micro_batch_rollback import writing_error, written_into
 from ignite_train.ranks.statistics import Statistics
 from ignite_train.update.halves import halves, is_of_samples, num_samples, uncut
 
-__all__ = ["RecoverFromOutOfMemory", "advise"]
+__all__ = ["RecoverFromOutOfMemory", "advise", "memory_summary"]
 
 
 def advise(error: torch.OutOfMemoryError) -> None:
@@ -30,6 +31,33 @@ def advise(error: torch.OutOfMemoryError) -> None:
     )
     if summary := memory_summary():
         error.add_note(summary)
+
+
+def memory_summary() -> str:
+    """The summary of CUDA's allocator; without CUDA a line about the memory of this process, empty where it is unknown.
+
+    Read from Linux's `/proc`, and from what the system says about limits (`ulimit -v`, setrlimit(2)).
+    """
+    if torch.cuda.is_available():
+        return torch.cuda.memory_summary()
+    if sys.platform != "linux":
+        return ""
+    import resource  # is missing on other systems
+
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:  # not mounted, or not even a file can be opened: the lack of memory is what must be reported
+        return ""
+    sizes = {name: value for name, _, value in (line.partition(":") for line in lines)}
+    gib = {name: int(sizes[name].split()[0]) / 2**20 for name in ("VmRSS", "VmHWM", "VmSize") if name in sizes}  # from KiB
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if len(gib) < 3:
+        return ""
+    ends = "not limited" if limit == resource.RLIM_INFINITY else f"limited to {limit / 2**30:.2f} GiB"
+    return (
+        f"memory of this process: {gib['VmRSS']:.2f} GiB resident, {gib['VmHWM']:.2f} GiB at most so far; "
+        f"address space {gib['VmSize']:.2f} GiB, {ends}"
+    )
 
 
 class RecoverFromOutOfMemory:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from ignite_train.arguments import check_state_dict
 from ignite_train.errors import GaveUpError, LossScaleFloorError, NonFiniteError, SparseGradientError, TrainingError
 from ignite_train.model.nonfinite import spoilt_buffer
 from ignite_train.state import UpdateOutput
@@ -18,55 +17,7 @@ from ignite_train.update.journal import Scale
 from ignite_train.update.nonfinite_search import NonFiniteSearch
 from ignite_train.update.out_of_memory import advise
 
-__all__ = ["FailuresInARow", "SkipPolicy"]
-
-
-class FailuresInARow:
-    """Counts updates in a row that were skipped because they are not finite, or that ran out of memory.
-
-    Args:
-        limit: how many end the run; None: no number does.
-    """
-
-    def __init__(self, limit: int | None) -> None:
-        self._limit = limit
-        self._counts: dict[str, int] = {}
-
-    def count(self, update: int, output: UpdateOutput, *, scale_fell: bool) -> None:
-        """Counts an update. An overflow that lowered the loss scale (`scale_fell`) may end by itself, so it does not count.
-
-        Raises:
-            GaveUpError: it is one too many.
-        """
-        reason = output.skipped_reason
-        if reason is None or scale_fell:
-            self._counts.pop("was skipped", None)
-        elif reason in ("nonfinite", "overflow"):  # one without samples does not show that the next is finite
-            self._count(update, "was skipped")
-        if output.num_out_of_memory == 0:
-            self._counts.pop("ran out of memory", None)
-        else:
-            self._count(update, "ran out of memory")
-
-    def _count(self, update: int, what: str) -> None:
-        count = self._counts.get(what, 0) + 1
-        if self._limit is not None and count >= self._limit:
-            raise GaveUpError(update, count, what)
-        self._counts[what] = count
-
-    def state_dict(self) -> dict[str, int]:
-        """The counts."""
-        return dict(self._counts)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes counts over.
-
-        Raises:
-            TypeError: it is not a mapping.
-            ValueError: a count is not an integer of at least 0.
-        """
-        check_state_dict("Trainer", state_dict, (), state_dict)
-        self._counts = dict(state_dict)
+__all__ = ["SkipPolicy"]
 
 
 @dataclass(kw_only=True)
@@ -78,8 +29,8 @@ class SkipPolicy:
         scale: tells the loss scaling of an overflow.
         search: looks for the first value that is not finite.
         raises: whether an update that is not finite ends the run without loss scaling.
-        limit: how many failures in a row end the run; see `FailuresInARow`.
-        failures: counts them.
+        limit: how many updates in a row that are not finite, or run out of memory, end the run; None: no number does.
+        in_a_row: how many there were, by what happened.
     """
 
     module: nn.Module
@@ -87,13 +38,10 @@ class SkipPolicy:
     search: NonFiniteSearch
     raises: bool
     limit: int | None
-    failures: FailuresInARow = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.failures = FailuresInARow(self.limit)
+    in_a_row: dict[str, int] = field(default_factory=dict)
 
     def __call__(self, update: int, micro_batches: Sequence[Any], num_placeholders: int, output: UpdateOutput) -> None:
-        """Looks at an update. Collective, where it is not finite.
+        """Looks at an update that is skipped, or has run out of memory, or follows such a one. Collective, if it is not finite.
 
         Args:
             update: its number.
@@ -110,7 +58,29 @@ class SkipPolicy:
         if reason == "nonfinite" and self.raises:
             raise self._nonfinite_error(update, micro_batches, num_placeholders, output)
         scale_fell = reason == "overflow" and self.lower_scale(micro_batches, num_placeholders, output)
-        self.failures.count(update, output, scale_fell=scale_fell)
+        self.count(update, output, scale_fell=scale_fell)
+
+    def count(self, update: int, output: UpdateOutput, *, scale_fell: bool) -> None:
+        """Counts an update. An overflow that lowered the loss scale (`scale_fell`) may end by itself, so it does not count.
+
+        Raises:
+            GaveUpError: it is one too many.
+        """
+        reason = output.skipped_reason
+        if reason is None or scale_fell:
+            self.in_a_row.pop("was skipped", None)
+        elif reason in ("nonfinite", "overflow"):  # one without samples does not show that the next is finite
+            self._count(update, "was skipped")
+        if output.num_out_of_memory == 0:
+            self.in_a_row.pop("ran out of memory", None)
+        else:
+            self._count(update, "ran out of memory")
+
+    def _count(self, update: int, what: str) -> None:
+        count = self.in_a_row.get(what, 0) + 1
+        if self.limit is not None and count >= self.limit:
+            raise GaveUpError(update, count, what)
+        self.in_a_row[what] = count
 
     def lower_scale(self, micro_batches: Sequence[Any], num_placeholders: int, output: UpdateOutput) -> bool:
         """Tells the loss scaling of an overflow, and says whether the scale fell. At its floor all ranks look for the cause."""

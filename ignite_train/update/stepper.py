@@ -52,6 +52,7 @@ class OneStepper:
 
     def __init__(self, optimizer: Optimizer, gradients: Gradients, watch: StepWatch) -> None:
         self.optimizer, self.gradients, self.watch = optimizer, gradients, watch
+        self._watched = watch.stepping(optimizer)
         said = set[str]()
         self.kernels = FusedKernels(optimizer, gradients, GroupTensors(gradients), said)
         # The optimizers inside it, as SAM has one, step with kernels of their own.
@@ -95,7 +96,7 @@ class OneStepper:
         """Calls the optimizer's own step, along the gradients as they are."""
         # A closure may find other gradients, for which groups are switched within the step.
         switches = closure or self.inner or self.kernels.unfused
-        with self._all_kernels() if switches else _NOTHING, self.watch.stepping(self.optimizer):
+        with self._all_kernels() if switches else _NOTHING, self._watched:
             try:
                 self.optimizer.step(*closure)  # type: ignore[arg-type]  # torch declares that a closure returns a float
             except torch.OutOfMemoryError as error:

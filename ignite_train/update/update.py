@@ -9,12 +9,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ignite_train.arguments import describe, settings_of
+from ignite_train.arguments import check_state_dict, describe, settings_of
 from ignite_train.events import TrainEvents
 from ignite_train.forward import Forward
 from ignite_train.model.forward_state import ForwardState
+from ignite_train.model.gradients import no_gradient_error
 from ignite_train.model.learning_rates import LearningRates
 from ignite_train.model.loss_declaration import without_first_look
+from ignite_train.model.seeding import Seeding
 from ignite_train.ranks.statistics import Statistics, Totals
 from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.trainer import Trainer
@@ -28,7 +30,7 @@ from ignite_train.update.loss_scaling import LossScaling, NoLossScaling
 from ignite_train.update.nonfinite_search import NonFiniteSearch
 from ignite_train.update.norm_limits import NormLimits
 from ignite_train.update.options import UpdateOptions
-from ignite_train.update.skip_policy import FailuresInARow, SkipPolicy
+from ignite_train.update.skip_policy import SkipPolicy
 from ignite_train.update.stepper import OneStepper, Stepper
 from ignite_train.update.weak_method import WeakMethod
 
@@ -74,6 +76,7 @@ class Update:
     _counters: Counters = field(init=False)
     _scale: Scale = field(init=False)
     _gradient_changes: GradientChanges = field(init=False)
+    _seeding: Seeding | None = field(init=False)
     _closure_step: ClosureStep | None = None
     _chosen_by: object = None  # the token of the handlers for which the flag below was chosen
     _is_shown: bool = False  # whether GRADIENTS_READY has handlers
@@ -94,7 +97,11 @@ class Update:
         self._counters.trainer = trainer
         with self.journal as journal:
             try:
-                self._begin()
+                if self._seeding is not None:  # here, where the journal gives the generators back
+                    self._seeding.begin(self.state.iteration)
+                    self.search.mark()
+                if self._closure_step is not None:
+                    self._closure_step.mark()
                 self.gather(trainer, micro_batches)
                 totals = self.cross(trainer)
                 decision = self.decide(trainer, totals)
@@ -111,23 +118,18 @@ class Update:
         trainer.finish_update(totals.requests, applied=applied)
         return self.state.output
 
-    def _begin(self) -> None:
-        if self.gather.passes.seeding is not None:  # here, where the journal gives the generators back
-            self.gather.passes.seeding.begin(self.state.iteration)
-            self.search.mark()
-        if self._closure_step is not None:
-            self._closure_step.mark()
-
     def decide(self, trainer: Trainer, totals: Totals) -> Decision:
         """Decides from reduced numbers only, so that all ranks decide alike; and again if handlers change the gradients."""
         if totals.log_weights:
             self.gather.passes.terms.check(totals)
-        has_moved = self.stepper.watch.entered  # by an acceleration, where nothing stands between
-        if totals.sample_size > 0 and not has_moved:
-            self.gather.gradients.check()
+        # An acceleration has moved the parameters already, where nothing stands between.
+        if not self.gather.gradients.kinds and totals.sample_size > 0 and not self.stepper.watch.entered:
+            raise no_gradient_error()
         decision = decide(totals, self.rules, self.loss_scaling.scale)
         # Whether some rank has a handler of GRADIENTS_REDUCED, so that all of them do the same arithmetic.
         if totals.requests.changes_gradients:
+            # They read loss and sample sizes of this update; what they leave of the gradients makes another record.
+            trainer.state.update_output = Update.make_record(self, totals, decision)
             decision = self._gradient_changes(trainer, decision)
         return decision if self.norm_limits is None else self.norm_limits(decision)
 
@@ -177,10 +179,11 @@ class Update:
         """
         if self._closure_step is not None and decision.skipped_reason is None:
             output = self._step_with_closure(self._closure_step, trainer, micro_batches, decision, output)
-        has_moved, applied = bool(self.stepper.watch.entered), output.applied
-        assert applied or not has_moved  # noqa: S101  # host and device decide from the same numbers
-        self.policy(trainer.state.iteration, micro_batches, self.gather.num_placeholders, output)
-        if applied and not has_moved:
+        moved, applied = bool(self.stepper.watch.entered), output.applied
+        assert applied or not moved  # noqa: S101  # host and device decide from the same numbers
+        if not applied or output.num_out_of_memory or self.policy.in_a_row:
+            self.policy(trainer.state.iteration, micro_batches, self.gather.num_placeholders, output)
+        if applied and not moved:
             self.take_step(decision, output)
         self.gather.crossing.close(applied=applied)
         if applied:
@@ -190,7 +193,8 @@ class Update:
     def take_step(self, decision: Decision, output: UpdateOutput) -> None:
         """Moves the parameters along the gradients of this rank."""
         self.learning_rates.check(output.learning_rates)
-        self.gather.gradients.refuse_dropped()
+        if self._is_shown:
+            self.gather.gradients.refuse_dropped()
         own = decision.clip_coefficients  # of each optimizer, where each has a limit of its own
         self.stepper(decision.mean_factor, *(own.values() if own else (decision.clip_coefficient,)))
 
@@ -225,7 +229,7 @@ class Update:
     def __post_init__(self) -> None:
         # What it gives its parts to call must not keep it, its model and its optimizer alive.
         gather, passes = self.gather, self.gather.passes
-        self.loss_scaling = passes.loss_scaling
+        self.loss_scaling, self._seeding = passes.loss_scaling, passes.seeding
         self._gradient_changes = GradientChanges(
             gradients=gather.gradients, crossing=gather.crossing, guard=passes.guard, rules=self.rules
         )
@@ -259,7 +263,7 @@ class Update:
     def _parts(self) -> list[Part]:
         """What an update changes besides the parameters. The parts end in this order."""
         passes, search, gradients = self.gather.passes, self.search, self.gather.gradients
-        carried, seeding, counters, scale = passes.carried, passes.seeding, self._counters, self._scale
+        carried, counters, scale = passes.carried, self._counters, self._scale
         cleared_at = frozenset(End) - ({End.STEPPED} if self.options.keep_gradients else set())
         parts = [
             Part(kept_at=COUNTED, mark=counters.mark, keep=counters.keep, put_back=counters.put_back),
@@ -272,8 +276,8 @@ class Update:
         ]
         if type(self.loss_scaling) is NoLossScaling:
             del parts[1]
-        if seeding is not None:
-            return [*parts, Part(keep=seeding.end)]
+        if self._seeding is not None:
+            return [*parts, Part(keep=self._seeding.end)]
         return [*parts, Part(kept_at=COUNTED, mark=search.mark, put_back=search.put_back)]
 
     def _drop_leftovers(self) -> None:
@@ -281,7 +285,8 @@ class Update:
         self.state.forward_output = self.state.micro_batch_in_group = None
         for statistics in self.statistics:
             statistics.reset()
-        self.gather.passes.transfer.forget()
+        if self.gather.passes.transfer is not None:
+            self.gather.passes.transfer.forget()
 
     # --- what its trainer asks; see `Process` -----------------------------------------------------------------------------
 
@@ -320,7 +325,7 @@ class Update:
 
     def state_dict(self) -> dict[str, Any]:
         """What an update remembers of those before it: the loss scaling, and how many in a row failed."""
-        state = {"loss_scaling": self.loss_scaling.state_dict(), "in_a_row": self.policy.failures.state_dict()}
+        state = {"loss_scaling": self.loss_scaling.state_dict(), "in_a_row": dict(self.policy.in_a_row)}
         return state | ({"scaled_by": type(self.loss_scaling).__name__} if self.loss_scaling.enabled else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -329,10 +334,10 @@ class Update:
         Raises:
             ValueError: it is not the state of an update, or another class of loss scaling wrote it.
         """
-        if not isinstance(state_dict, Mapping) or "loss_scaling" not in state_dict:
-            raise ValueError(f"state_dict['update'] must be a mapping with the key loss_scaling, got {describe(state_dict)}")
-        counts = state_dict.get("in_a_row", {})  # that of an Ignite engine has none
-        FailuresInARow(None).load_state_dict(counts)  # an error leaves both as they are
+        if not isinstance(state_dict, Mapping) or not {"loss_scaling", "in_a_row"} <= state_dict.keys():
+            raise ValueError(f"state_dict['update'] must have the keys loss_scaling and in_a_row, got {describe(state_dict)}")
+        counts = state_dict["in_a_row"]
+        check_state_dict("Trainer", counts, (), counts)
         mine = type(self.loss_scaling).__name__
         if self.loss_scaling.enabled and state_dict["loss_scaling"] != {}:  # as it is without a loss scaling
             if (wrote := state_dict.get("scaled_by", mine)) != mine:
@@ -342,4 +347,4 @@ class Update:
                 )
             self.loss_scaling.load_state_dict(state_dict["loss_scaling"])
         self.buffers.are_spoilt = False
-        self.policy.failures.load_state_dict(counts)
+        self.policy.in_a_row = dict(counts)

@@ -105,7 +105,8 @@ class Case:
         around: makes what the script has beside them, of model and optimizer.
         attach: attaches handlers of the library to the trainer and evaluator of the complete run.
         writes: writes the weights by the library's own function into a folder, and returns what `load_weights` is to read.
-        reads: makes a model by the library's own function from the file that `consolidate` has written.
+        reads: makes a model by the library's own function from the file that `consolidate` has written; or from the shards of
+            safetensors in the folder `hub` beside it.
         options: as for `create_trainer`.
         has_room: whether there is memory for a micro-batch; the trainer's forward runs out of it where there is none.
         dtype: the default one of torch, while the case is tried.
@@ -345,6 +346,12 @@ class Tried:
         by_torch.load_state_dict(torch.load(file))
         load_weights(by_ours, self.place / "alone")
         found = {"torch.load": by_torch, "load_weights": by_ours}
+        if all(type(value) is Tensor for value in expected.values()):
+            hub = self.place / "hub"
+            hub.mkdir()
+            consolidate(self.place / "alone", hub / "model.safetensors", max_shard_bytes=4000)
+            found["load_weights of shards of safetensors"] = model = made(self.case, 10)
+            load_weights(model, hub)
         if self.case.writes is not None:
             (self.place / "written").mkdir()
             found["load_weights of the library's file"] = model = made(self.case, 9)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ignite_train import ForwardOutput
-from libraries.harness import Case, dealt
+from ignite_train.checkpoint import consolidate
+from libraries.harness import Case, dealt, seed
 
 VOCABULARY = 40
 
@@ -36,6 +40,22 @@ def forward(model: nn.Module, batch: Any) -> ForwardOutput:
     return ForwardOutput(cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel())
 
 
+def read_by_peft(make: Any, file: Path) -> nn.Module:
+    """The frozen weights are those of the seed; the others come from a file that holds nothing else."""
+    adapters = file.with_name("adapter_model.safetensors")
+    consolidate(file.with_name("alone"), adapters, trained_only=True)
+    seed(0)
+    model = make()
+    state = load_file(adapters)
+    assert state.keys() == {name for name, one in model.named_parameters() if one.requires_grad}
+    with torch.no_grad():
+        for name in state:
+            model.get_parameter(name).zero_()
+    plain = {name.replace(".default", "").replace(".modules_to_save", ""): value for name, value in state.items()}
+    set_peft_model_state_dict(model, plain)
+    return model
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
 
@@ -53,4 +73,8 @@ CONFIGS = {
     ),
 }
 
-CASES = [Case(f"{name} on a Llama", with_adapter(config), dealt(sentences), forward, adamw) for name, config in CONFIGS.items()]
+MAKES = {name: with_adapter(config) for name, config in CONFIGS.items()}
+CASES = [
+    Case(f"{name} on a Llama", make, dealt(sentences), forward, adamw, reads=partial(read_by_peft, make))
+    for name, make in MAKES.items()
+]

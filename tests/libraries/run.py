@@ -45,7 +45,8 @@ weights, and everything ran on the CPU. The cases are the files of [`tests/libra
 | SIGKILL | a run with checkpoints and validation is killed in its second epoch and resumes; all that is saved is compared \
 bit by bit with a run that nothing has ended |
 | weights | the trained weights go out of a checkpoint by `consolidate` and into fresh models, in so many ways: by \
-`torch.load`, by `load_weights`, by functions of the library; compared bit by bit |
+`torch.load`, by `load_weights` from the checkpoint and from shards of safetensors, by functions of the library; compared bit \
+by bit |
 | glue | lines of `forward` and of what is attached to the trainer |
 
 "bitwise" means equal bits in weights and losses; a number is the largest difference, in parts of the largest number of its

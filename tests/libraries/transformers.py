@@ -113,7 +113,8 @@ def in_shards(model: Any, folder: Path) -> Path:
 
 def read_by(make: Any, file: Path) -> nn.Module:
     model = make()
-    return type(model).from_pretrained(None, config=model.config, state_dict=torch.load(file), dtype=torch.float64)
+    model.config.save_pretrained(file.parent / "hub")
+    return type(model).from_pretrained(file.parent / "hub", dtype=torch.float64)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

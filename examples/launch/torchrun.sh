@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Trains on several machines. Run the same line on each of them:
+# Trains on several machines, which may come and go. Run the same line on each of them:
 #
-#     HEAD=node0:29400 NNODES=2 NPROC=8 examples/torchrun.sh train.py --options of the script
+#     HEAD=node0:29400 NNODES=1:3 NPROC=8 examples/launch/torchrun.sh train.py --options of the script
 #
 # HEAD      a machine of the job that all others can reach, and a free port on it; its torchrun holds the store there
-# NNODES    how many machines (2)
+# NNODES    how many machines, or the least and the most of them (2): with 1:3 the job starts with those that have come, and
+#           starts again when one leaves or another comes; a Checkpoint resumes on the new number of ranks
 # NPROC     processes on each: a number, or "gpu" for one per GPU (gpu)
 # JOB       a name, the same on all machines and another for each job at the same HEAD (train)
 # RESTARTS  how often the failure of one process starts all of them again, on all machines (3)
@@ -26,4 +27,7 @@ options=(
 )
 # Seconds from there to SIGKILL: a little more than StopOnSignal's grace_seconds. torch 2.11 always waits 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=30
+# A store of its own for each start: in the one that torchrun shares, gloo finds the addresses of processes that have died. It
+# listens at a free port of the machine of rank 0.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 exec torchrun "${options[@]}" "$@"

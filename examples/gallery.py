@@ -1,0 +1,114 @@
+"""Draws two pictures of docs/gallery.md: a run that is killed three times, and the cost of the loop beside other libraries.
+
+python examples/gallery.py kills
+python examples/gallery.py cost
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import matplotlib as mpl
+import torch
+import typer
+from ignite.engine import Events
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from ignite_train import ForwardOutput, ResumableLoader, Trainer, create_trainer
+from ignite_train.handlers import Checkpoint
+
+mpl.use("Agg")  # draws to a file: no window, no display
+
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).resolve().parent.parent
+PICTURES = ROOT / "docs/pictures"
+INK, OURS, OTHERS, KILL = "#1f2933", "#1d4e89", "#9bb8d9", "#c4572e"
+UPDATES, KILLED_AFTER = 240, (70, 131, 190)
+
+app = typer.Typer(add_completion=False)
+
+
+def forward(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> ForwardOutput:
+    """Classifies points."""
+    return ForwardOutput(cross_entropy(model(batch[0]), batch[1], reduction="sum"), sample_size=len(batch[1]))
+
+
+@app.command(hidden=True)
+def train(directory: Path, killed_after: int = 0) -> None:
+    """Trains, or resumes, and writes the loss of each update; the process kills itself after one of them."""
+    torch.manual_seed(0)
+    x = torch.randn(1024, 8)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+    data = TensorDataset(x, (x @ torch.randn(8, 4)).argmax(1))
+    loader = ResumableLoader(data, batch_size=32, shuffle=True, seed=0)
+    trainer = create_trainer(model, torch.optim.AdamW(model.parameters(), lr=3e-3), forward)
+    Checkpoint(directory, every=20, keep=2).attach(trainer)
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def write(trainer: Trainer) -> None:
+        with (directory / "losses.jsonl").open("a") as file:
+            print(json.dumps([trainer.state.iteration, trainer.state.update_output.loss]), file=file)
+        if trainer.state.iteration == killed_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer.run(loader, max_iters=UPDATES)
+
+
+def losses(directory: Path, kills: tuple[int, ...]) -> list[tuple[int, float]]:
+    """Loss of each update, also of those that were made again, of a run that is killed after these updates."""
+    directory.mkdir()
+    for killed_after in (*kills, 0):
+        command = [sys.executable, __file__, "train", str(directory), "--killed-after", str(killed_after)]
+        status = subprocess.run(command, check=False).returncode  # noqa: S603
+        if status != (-signal.SIGKILL if killed_after else 0):
+            raise RuntimeError(f"the run ended with status {status}")
+    return [tuple(json.loads(line)) for line in (directory / "losses.jsonl").read_text().splitlines()]
+
+
+@app.command()
+def kills(output: Path = PICTURES / "kills.png") -> None:
+    """Draws a run that is killed three times over one that is not."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole = dict(losses(Path(folder) / "whole", ()))
+        killed = losses(Path(folder) / "killed", KILLED_AFTER)
+    apart = sum(loss != whole[update] for update, loss in killed)
+    print(f"{len(killed)} updates, {len(killed) - UPDATES} of them made again, {apart} with another loss")
+    figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
+    axes.plot(list(whole), list(whole.values()), color=OTHERS, linewidth=4, label="never interrupted")
+    axes.plot(*zip(*dict(killed).items(), strict=True), color=OURS, linewidth=1, label="killed three times and resumed")
+    for update in KILLED_AFTER:
+        axes.axvline(update, color=KILL, linestyle="--", linewidth=1, label="SIGKILL" if update == KILLED_AFTER[0] else None)
+    axes.set(xlabel="update", ylabel="loss of the update")
+    axes.legend(frameon=False)
+    figure.savefig(output, dpi=110)
+
+
+@app.command()
+def cost(output: Path = PICTURES / "cost.png") -> None:
+    """Draws the first table of benchmarks/results.md: time of an update, as a multiple of that of a loop by hand."""
+    text = (
+        (ROOT / "benchmarks/results.md")
+        .read_text(encoding="utf-8")
+        .partition("Accumulation 1:")[2]
+        .partition("Accumulation 4:")[0]
+    )
+    rows = [(name.strip(" `"), float(ratio)) for name, ratio in re.findall(r"^\| ([^|]+) \| ([\d.]+) \(", text, re.MULTILINE)]
+    rows = [(name.replace("`", ""), ratio) for name, ratio in rows if "once more" not in name]
+    figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
+    names, ratios = zip(*reversed(rows), strict=True)
+    bars = axes.barh(names, ratios, color=[OURS if name.startswith("ignite_train") else OTHERS for name in names])
+    axes.bar_label(bars, padding=3, color=INK, fmt="%.2f")
+    axes.axvline(1.0, color=KILL, linewidth=1)
+    axes.set(xlabel="processor time of a small update, loop by hand = 1")
+    figure.savefig(output, dpi=110)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,149 @@
+"""Writes a state_dict as files that other programs read: of torch, of safetensors, of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ignite_train.arguments import describe, one_of, path_of
+from ignite_train.checkpoint.disk import Disk
+from ignite_train.checkpoint.shards import Box, Piece
+from ignite_train.checkpoint.tensor_files import is_plain_dtype, write_tensors
+from ignite_train.errors import CheckpointError
+from ignite_train.tools.distributed_checkpoint import write_distributed_checkpoint
+
+__all__ = ["MAX_SHARD_BYTES", "Format", "write_weights"]
+
+Format = Literal["torch", "safetensors", "distributed"]
+MAX_SHARD_BYTES = 5_000_000_000
+_SUFFIX = ".safetensors"
+
+
+def write_weights(
+    state: Any, output: str | Path, *, file_format: Format | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> Format:
+    """Writes a state_dict. A file appears whole or not at all; of several files the index that names them comes last.
+
+    Args:
+        state: the state_dict.
+        output: the file, or the directory of the distributed format.
+        file_format: see `consolidate`.
+        max_shard_bytes: see `consolidate`.
+
+    Returns:
+        The format.
+
+    Raises:
+        CheckpointError: `output` is a directory, or the format cannot hold what is in the state.
+    """
+    output = path_of("output", output)
+    if file_format is None:
+        file_format = "safetensors" if output.suffix == _SUFFIX else "torch"
+    one_of("file_format", file_format, ("torch", "safetensors", "distributed"))
+    if file_format == "distributed":
+        write_distributed_checkpoint(_tensors(state, output), output)
+        return file_format
+    if not output.name or output.is_dir():
+        raise CheckpointError(f"output must be the path of a file, got {str(output)!r}")
+    if file_format == "torch":
+        _put(output, lambda path: _save(state, path))
+    else:
+        _write_safetensors(_each_once(_tensors(state, output)), output, max_shard_bytes)
+    Disk().sync_directory(output.absolute().parent)
+    return file_format
+
+
+def _put(output: Path, write: Callable[[Path], None]) -> None:
+    """Has a file written under another name, and gives it its own when it is on the disk."""
+    unfinished = output.with_name(f".{output.name}.{os.urandom(4).hex()}")
+    try:
+        write(unfinished)
+        unfinished.replace(output)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _save(state: Any, path: Path) -> None:
+    with path.open("xb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _tensors(state: Any, output: Path) -> dict[str, Tensor]:
+    """The state, if it is tensors by their names.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    if not isinstance(state, Mapping) or not state:
+        raise CheckpointError(f"{output.name} must be written of tensors by their names, got {describe(state)}")
+    wrong = next((name for name, value in state.items() if not isinstance(name, str) or not isinstance(value, Tensor)), None)
+    if wrong is not None:
+        raise CheckpointError(
+            f"{output.name} can hold tensors by their names only, got {wrong!r}, {describe(state[wrong])}; "
+            "file_format='torch' with an output such as model.pt holds everything"
+        )
+    return dict(state)
+
+
+def _each_once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of tied weights, which are one tensor in a state that was read, the first name."""
+    met: set[int] = set()
+    return {name: tensor for name, tensor in state.items() if id(tensor) not in met and not met.add(id(tensor))}  # type: ignore[func-returns-value]
+
+
+def _write_safetensors(state: Mapping[str, Tensor], output: Path, max_shard_bytes: int) -> None:
+    """One file, or several with an index, named as Hugging Face's libraries expect; removes what an earlier one has left."""
+    wrong = next((name for name, tensor in state.items() if not is_plain_dtype(tensor.dtype)), None)
+    if wrong is not None:
+        raise CheckpointError(
+            f"{output.name} cannot hold {state[wrong].dtype}, as {wrong!r} has it; use "
+            "file_format='torch' with an output such as model.pt"
+        )
+    shards = [*_shards(state, max_shard_bytes)]
+    names = [output.name]
+    if len(shards) > 1:
+        names = [f"{output.stem}-{number:05d}-of-{len(shards):05d}{_SUFFIX}" for number in range(1, len(shards) + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        _put(output.with_name(name), lambda path, shard=shard: _write_file(path, shard))  # type: ignore[misc]
+    index = output.with_name(f"{output.name}.index.json")
+    if len(shards) > 1:
+        where = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        total = sum(tensor.nbytes for tensor in state.values())
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
+        _put(index, lambda path: Disk().write_file(path, iter([memoryview(text.encode())])))
+        output.unlink(missing_ok=True)
+    else:
+        index.unlink(missing_ok=True)
+    shard_name = re.compile(re.escape(output.stem) + r"-\d{5}-of-\d{5}" + re.escape(_SUFFIX))
+    for other in output.absolute().parent.iterdir():
+        if shard_name.fullmatch(other.name) and other.name not in names:
+            other.unlink()
+
+
+def _shards(state: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """The tensors in their order, so many together as fit; one that does not fit is alone."""
+    shard: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if shard and sum(one.nbytes for one in shard.values()) + tensor.nbytes > max_bytes:
+            yield shard
+            shard = {}
+        shard[name] = tensor
+    yield shard
+
+
+def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    pieces = {}
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        pieces[name] = Piece(tensor.detach().contiguous(), Box((0,) * len(shape), shape), shape)
+    # Without this word Hugging Face's libraries refuse a file.
+    write_tensors(Disk(), path, pieces, metadata={"format": "pt"})

@@ -1,0 +1,100 @@
+"""What a run says that would make it quicker: at its end from what it has measured, and at its start of the optimizer."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch.utils.data import DataLoader, TensorDataset
+
+from ignite_train import create_trainer
+from ignite_train.engine.hints import hints
+from ignite_train.engine.introduction import introduction
+from ignite_train.engine.sections import SECTIONS
+from ignite_train.handlers import ProgressLog, TrainingMetrics
+from ignite_train.state import TrainState
+
+CPU, CARD = torch.device("cpu"), torch.device("cuda")
+DATASET = TensorDataset(torch.zeros(8, 2))
+
+
+def seconds(**given: float) -> dict[str, float]:
+    """What each section took."""
+    return dict.fromkeys(SECTIONS, 0.0) | given
+
+
+def told(loader: Any = None, device: torch.device = CPU, precision: str = "fp32", epochs: int = 3, **given: float) -> list[str]:
+    """The hints of a run that took this long."""
+    return hints(seconds(**given), loader, device, precision, epochs=epochs)
+
+
+def test_a_run_that_waits_for_its_loader():
+    """The first thing that helps is named; where the loader is quick enough, or the run is short, nothing is."""
+    plain = DataLoader(DATASET)
+    assert told(plain, data=30, forward=70) == [
+        "the loader was waited for 30% of the time; try DataLoader(..., num_workers=2) or more"
+    ]
+    (again,) = told(DataLoader(DATASET, num_workers=1), data=30, forward=70)
+    assert "persistent_workers=True" in again
+    for loader, epochs in (
+        (DataLoader(DATASET, num_workers=1, persistent_workers=True), 3),
+        (DataLoader(DATASET, num_workers=1), 1),
+    ):
+        assert told(loader, epochs=epochs, data=30, forward=70) == [
+            "the loader was waited for 30% of the time; try more than num_workers=1"
+        ]
+    assert told(plain, data=9, forward=91) == told(plain, data=3, forward=7) == told([1, 2], data=30, forward=70) == []
+
+
+def test_hints_for_a_card(monkeypatch):
+    """Pinned memory and bf16, and three lines at most; nothing of it on the CPU."""
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)
+    lines = told(DataLoader(DATASET), CARD, data=20, forward=40, backward=40)
+    assert [any(word in line for line in lines) for word in ("num_workers", "pin_memory=True", "precision='bf16'")] == [
+        True
+    ] * 3
+    assert len(lines) == 3
+    assert told(None, CARD, "bf16", forward=100) == told(None, CARD, forward=40, evaluation=60) == []
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: False)
+    assert told(None, CARD, forward=100) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "parameters", "says"),
+    [
+        (torch.optim.AdamW, {}, 10_000_000, True),
+        (torch.optim.Adam, {"foreach": True}, 10_000_000, True),
+        (torch.optim.AdamW, {"fused": True}, 10_000_000, False),
+        (torch.optim.AdamW, {}, 9_999_999, False),
+        (torch.optim.SGD, {}, 10_000_000, False),
+        (type("Own", (torch.optim.AdamW,), {}), {}, 10_000_000, False),
+    ],
+)
+def test_the_introduction_names_an_adam_that_is_not_fused(kind, settings, parameters, says):
+    """By the number of its parameters alone."""
+    model = torch.nn.ParameterList([torch.empty(parameters)])
+    lines = introduction(model, [kind(model.parameters(), lr=0.1, **settings)], {}, TrainState(), None)
+    assert ("fused=True" in lines[-1]) == says
+    assert len(lines) == 2 + says
+    assert all(len(line) <= 100 for line in lines)
+
+
+def test_the_table_at_the_end_has_them(monkeypatch, capsys):
+    """In a run that takes long enough, with `TrainingMetrics` and `ProgressLog`."""
+    monkeypatch.setattr("ignite_train.engine.hints._SHORT_RUN", 0.0)
+
+    class Slow(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            time.sleep(0.01)
+            return super().__getitem__(index)
+
+    model = torch.nn.Linear(2, 1)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, batch: m(batch[0]).square().mean())
+    TrainingMetrics().attach(trainer)
+    ProgressLog("simple").attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.run(DataLoader(Slow(torch.zeros(8, 2)), batch_size=8), max_epochs=1)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  hint")]
+    assert "num_workers=2" in line

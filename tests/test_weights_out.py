@@ -1,0 +1,234 @@
+"""Weights in the formats of others: safetensors in one file and in shards, and directories of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from bits import bit_by_bit
+from ignite_train import CheckpointError, create_trainer
+from ignite_train.checkpoint import consolidate, load_weights
+from ignite_train.checkpoint.__main__ import checkpoint_command
+from ignite_train.handlers import Checkpoint, ModelEMA
+from ignite_train.tools.write_weights import write_weights
+
+LOADER = [torch.tensor([0, 1, 2]), torch.tensor([3, 4, 0])]
+
+
+class Tied(nn.Module):
+    """An embedding that is the output layer too, in two dtypes, and not contiguous in memory."""
+
+    def __init__(self, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(5, 4), nn.Linear(4, 4)
+        self.layer.weight = nn.Parameter(torch.randn(4, 4).t())
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.layer.requires_grad_(not frozen)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layer(self.embedding(tokens)))
+
+
+def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    loss: Tensor = model(tokens).square().mean()
+    return loss
+
+
+def run(directory: Path, make: Callable[[Any], torch.optim.Optimizer] | None = None, **options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = Tied(**options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1) if make is None else make(model.parameters())
+    trainer = create_trainer(model, optimizer, mean_loss)
+    ema = ModelEMA(0.5)
+    ema.attach(trainer)
+    Checkpoint(directory, asynchronous=False).attach(trainer)
+    trainer.run(LOADER, max_epochs=2)
+    return model, (optimizer, ema)
+
+
+def test_safetensors_in_one_file(tmp_path: Path) -> None:
+    """The package reads it; tied weights stand in it once; it says that it is of torch, which Hugging Face's libraries ask."""
+    model, _ = run(tmp_path / "run")
+    assert consolidate(tmp_path / "run", tmp_path / "model.safetensors") == "safetensors"
+    read, expected = load_file(tmp_path / "model.safetensors"), model.state_dict()
+    assert read.keys() == expected.keys() - {"head.weight"}
+    assert bit_by_bit(read) == bit_by_bit({name: expected[name] for name in read})
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    other = Tied()
+    assert load_weights(other, tmp_path / "model.safetensors") == []
+    assert bit_by_bit(other.state_dict()) == bit_by_bit(expected)
+
+
+def test_safetensors_in_shards(tmp_path: Path) -> None:
+    """Each file holds what fits, a larger tensor is alone, and the index names the file of each. Older files do not stay."""
+    model, _ = run(tmp_path / "run")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for max_shard_bytes, numbers in ((40, 4), (100, 2), (10_000, 1)):
+        consolidate(tmp_path / "run", folder / "model.safetensors", max_shard_bytes=max_shard_bytes)
+        if numbers > 1:
+            names = [f"model-{number:05}-of-{numbers:05}.safetensors" for number in range(1, numbers + 1)]
+            index = json.loads((folder / "model.safetensors.index.json").read_text())
+            assert index["metadata"] == {"total_size": 4 * (20 + 16 + 4) + 8}
+            assert {*index["weight_map"].values()} == {*names}
+            assert all(name in load_file(folder / file) for name, file in index["weight_map"].items())
+            assert {path.name for path in folder.iterdir()} == {*names, "model.safetensors.index.json"}
+        else:
+            assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+        other = Tied()
+        assert load_weights(other, folder) == []
+        assert bit_by_bit(other.state_dict()) == bit_by_bit(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("state", "match"),
+    [
+        ({"a": torch.ones(2, dtype=torch.complex64)}, "cannot hold torch.complex64, as 'a' has it; use file_format='torch'"),
+        ({"a": torch.ones(2), "b": 3}, "tensors by their names only, got 'b'.*file_format='torch'"),
+        ({}, "must be written of tensors"),
+    ],
+    ids=["dtype", "number", "nothing"],
+)
+def test_what_the_format_cannot_hold(state: Any, match: str, tmp_path: Path) -> None:
+    """Is refused, and no file appears."""
+    with pytest.raises(CheckpointError, match=match):
+        write_weights(state, tmp_path / "model.safetensors")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_write_that_fails_leaves_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_weights({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    before = (tmp_path / "model.safetensors").read_bytes()
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        write_weights({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_adapters_alone(tmp_path: Path) -> None:
+    """What was frozen is left out, and a model that has it takes the rest."""
+    model, _ = run(tmp_path / "run", frozen=True)
+    consolidate(tmp_path / "run", tmp_path / "adapters.safetensors", trained_only=True)
+    assert load_file(tmp_path / "adapters.safetensors").keys() == {"embedding.weight", "steps"}
+    torch.manual_seed(0)
+    other = Tied(frozen=True)
+    assert load_weights(other, tmp_path / "adapters.safetensors", strict=False) == ["layer.weight", "layer.bias"]
+    assert bit_by_bit(other.state_dict()) == bit_by_bit(model.state_dict())
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Schedule-free SGD, written from the paper's equations: trains at y, keeps z, and is evaluated at x."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        for group in self.param_groups:
+            group.update(train_mode=True, betas=(0.9, 0.999), k=0)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            beta, c = group["betas"][0], 1 / group["k"]
+            for y in (one for one in group["params"] if one.grad is not None):
+                z = self.state[y].setdefault("z", y.clone())
+                x = (y - (1 - beta) * z) / beta
+                z.sub_(y.grad, alpha=group["lr"])
+                x = (1 - c) * x + c * z
+                y.copy_((1 - beta) * z + beta * x)
+
+    @torch.no_grad()
+    def points(self) -> list[Tensor]:
+        """Where it is evaluated, in float64."""
+        beta = 0.9
+        return [(y.double() - (1 - beta) * self.state[y]["z"].double()) / beta for y in self.param_groups[0]["params"]]
+
+
+def test_the_weights_of_an_evaluation(tmp_path: Path) -> None:
+    """Of a schedule-free optimizer x and not y, under both names of tied weights; of an average its entry."""
+    model, (optimizer, ema) = run(tmp_path / "run", ScheduleFree)
+    expected = dict(zip((name for name, _ in model.named_parameters()), optimizer.points(), strict=True))
+    consolidate(tmp_path / "run", tmp_path / "x.pt", evaluated=True)
+    found = torch.load(tmp_path / "x.pt")
+    for name, point in expected.items():
+        torch.testing.assert_close(found[name].double(), point, rtol=1e-6, atol=1e-7)
+        assert not torch.equal(found[name], model.state_dict()[name])
+    assert torch.equal(found["head.weight"], found["embedding.weight"])
+    consolidate(tmp_path / "run", tmp_path / "average.safetensors", entry="ModelEMA")
+    average = ema.state_dict()["model"]
+    assert bit_by_bit(load_file(tmp_path / "average.safetensors")) == bit_by_bit(
+        {name: value for name, value in average.items() if name != "head.weight"}
+    )
+    run(tmp_path / "other")
+    with pytest.raises(CheckpointError, match="needs a schedule-free optimizer"):
+        consolidate(tmp_path / "other", tmp_path / "y.pt", evaluated=True)
+    with pytest.raises(CheckpointError, match="got entry='ModelEMA'"):
+        consolidate(tmp_path / "run", tmp_path / "y.pt", evaluated=True, entry="ModelEMA")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_distributed_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ours is read by torch, and torch's by ours, by function and by command; nested under a name or at the top."""
+    model, _ = run(tmp_path / "run")
+    command = ["consolidate", str(tmp_path / "run"), "--format", "distributed", "--output", str(tmp_path / "dcp")]
+    assert checkpoint_command(command) == 0
+    assert "torch.distributed.checkpoint.load" in capsys.readouterr().out
+    other = Tied()
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    other.load_state_dict(state)
+    assert bit_by_bit(other.state_dict()) == bit_by_bit(model.state_dict())
+    nested = {"model": model.state_dict(), "optimizer": {"lr": 0.1, "moments": [torch.ones(2)]}}
+    dcp.save(nested, checkpoint_id=tmp_path / "nested", no_dist=True)
+    for directory in ("dcp", "nested"):
+        other = Tied()
+        assert load_weights(other, tmp_path / directory) == []
+        assert bit_by_bit(other.state_dict()) == bit_by_bit(model.state_dict())
+    assert checkpoint_command(["consolidate", str(tmp_path / "nested"), "--output", str(tmp_path / "m.safetensors")]) == 0
+    assert bit_by_bit(load_file(tmp_path / "m.safetensors")["layer.weight"]) == bit_by_bit(model.state_dict()["layer.weight"])
+    assert checkpoint_command(command) == 1
+    assert "a directory that does not exist" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match=r"no tensors under 'teacher'; it has \['model', 'optimizer'\]"):
+        load_weights(other, tmp_path / "nested", entry="teacher")
+
+
+class _Runs:
+    def __reduce__(self) -> Any:
+        return (print, ("this must not run",))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(_Runs())),
+        lambda folder: (folder / ".metadata").write_bytes(pickle.dumps([1])),
+        lambda folder: (folder / ".metadata").write_bytes(b""),
+        lambda folder: next(folder.glob("*.distcp")).unlink(),
+        lambda folder: next(folder.glob("*.distcp")).write_bytes(b"short"),
+    ],
+    ids=["runs code", "another object", "empty", "missing", "short"],
+)
+def test_a_distributed_checkpoint_that_is_spoilt(spoil: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is refused in one line, the model is unchanged, and nothing that stands in it is run."""
+    model = Tied()
+    write_weights(model.state_dict(), tmp_path / "dcp", file_format="distributed")
+    spoil(tmp_path / "dcp")
+    other = Tied()
+    before = bit_by_bit(other.state_dict())
+    with pytest.raises(CheckpointError, match=r"cannot be read as a torch\.distributed\.checkpoint: \w+"):
+        load_weights(other, tmp_path / "dcp")
+    assert bit_by_bit(other.state_dict()) == before
+    assert "must not run" not in capsys.readouterr().out
