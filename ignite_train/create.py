@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ignite_train.arguments import describe, did_you_mean, one_of, real_number
+from ignite_train.data.dealing import ElasticDealing
 from ignite_train.data.grouping import AccumulationSteps, MicroBatchGrouping
 from ignite_train.device.to_device import transfer_to
 from ignite_train.events import TrainEvents
@@ -37,12 +38,13 @@ from ignite_train.model.optimizers import (
 )
 from ignite_train.model.precision import Precision, PrecisionName
 from ignite_train.model.seeding import Seeding
-from ignite_train.model.sparse_parameters import check_sparse_parameters
+from ignite_train.model.sparse_parameters import check_sparse_parameters, sparse_parameters
 from ignite_train.model.step_watch import StepWatch
 from ignite_train.other_words import answers_other_words
 from ignite_train.protection import Protect, protect_ranks
 from ignite_train.ranks import collectives
 from ignite_train.ranks.crossing import Crossing
+from ignite_train.ranks.elastic import ElasticCrossing
 from ignite_train.ranks.mesh import MeshCrossing
 from ignite_train.ranks.placeholders import PlaceholderCrossing
 from ignite_train.ranks.replicas import LocalCrossing
@@ -53,6 +55,7 @@ from ignite_train.trainer import OutputTransform, Trainer
 from ignite_train.update.compilation import Compile, compile_in_place, of_model
 from ignite_train.update.cross import Cross
 from ignite_train.update.decision import Rules
+from ignite_train.update.elastic_update import ElasticUpdate
 from ignite_train.update.forward_backward import ForwardBackward
 from ignite_train.update.gather import Gather
 from ignite_train.update.handler_guard import HandlerGuard
@@ -155,6 +158,8 @@ def create_trainer(
     _check_transform(output_transform)
     limit, limits = _norm_limits(max_grad_norm, optimizers)
     _check_combinations(options, limits, compiled=compile is not False)
+    if options.reduction == "elastic":
+        options = _checked_elastic(options, seed, model, compiled=compile is not False)
     bound, device = bind_forward(forward, lambda: state), next(model.parameters()).device
     accumulates, replays = accumulation_steps != 1, options.uneven == "replay"
     crossing = crossing_for(
@@ -202,8 +207,8 @@ def _new_update(
     statistics = Statistics(next(passes.model.parameters()).device, counts=passes.counts)
     recovery = _recovery(passes, crossing, gradients, statistics)
     gather = Gather(passes=passes, crossing=crossing, statistics=statistics, gradients=gradients, recovery=recovery)
-    kind = LocalUpdate if isinstance(crossing, LocalCrossing) else Update
-    return kind(
+    kinds: dict[type[Crossing], type[Update]] = {LocalCrossing: LocalUpdate, ElasticCrossing: ElasticUpdate}
+    return kinds.get(type(crossing), Update)(
         state=passes.state,
         gather=gather,
         cross=Cross(gather=gather, learning_rates=rates, watch=stepper.watch),
@@ -219,6 +224,11 @@ def _complete(trainer: Trainer, update: Update, model: nn.Module, options: Updat
     """Attaches what belongs to the update, and what looks for mistakes that are known only in the run."""
     if isinstance(update, LocalUpdate):
         update.join(trainer)
+    elif isinstance(update, ElasticUpdate):
+        from ignite_train.checkpoint.handover import Handover
+
+        handover = Handover(trainer)
+        update.join(trainer, handover.capture, handover.restore)
     accumulates = trainer.config["accumulation_steps"] != 1
     warn_of_ignite_handlers(trainer, keeps_gradients=options.keep_gradients, accumulates=accumulates)
     refuse_sparse_gradients(trainer, model)
@@ -550,6 +560,7 @@ def _grouping(accumulation_steps: AccumulationSteps, options: UpdateOptions, cro
         drops_last_group=options.drop_last_group,
         is_sharded=isinstance(crossing, MeshCrossing),
         none_is_empty=options.none_is_empty,
+        dealing=ElasticDealing(crossing.members) if isinstance(crossing, ElasticCrossing) else None,
     )
 
 
@@ -604,6 +615,26 @@ def _check_local(options: UpdateOptions, limits: Mapping[str, float]) -> None:
         raise ValueError(
             f"max_grad_norm must be one number with reduction='local', got {limits}; clip the norm over all optimizers"
         )
+
+
+def _checked_elastic(options: UpdateOptions, seed: int | None, model: nn.Module, *, compiled: bool) -> UpdateOptions:
+    """The options of an update that may be made again by others, without accelerations."""
+    allowed = UpdateOptions(reduction="elastic")
+    names = ("closure", "create_graph", "drop_last_group", "none_is_empty", "on_out_of_memory", "sample_sizes", "uneven")
+    for name in names:
+        value, default = getattr(options, name), getattr(allowed, name)
+        if value != default:
+            raise ValueError(f"{name} must be left out with reduction='elastic', where it is not supported, got {value!r}")
+    if compiled:
+        raise ValueError("compile must be False with reduction='elastic', where it is not supported")
+    if seed is None:
+        raise ValueError(
+            "seed must be given with reduction='elastic', so that an update that is made again draws the same random numbers; "
+            "pass seed=0, say, the same on all replicas"
+        )
+    if sparse_parameters(model):
+        raise ValueError("model must have no sparse gradients for reduction='elastic', got an embedding with sparse=True")
+    return replace(options, fast=False)
 
 
 def _checked_optimizers(model: nn.Module, optimizer: Any, options: UpdateOptions) -> Optimizer | Optimizers:

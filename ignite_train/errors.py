@@ -16,6 +16,9 @@ A caller's mistake that is known before the first batch is a plain `ValueError` 
     │   └── UnreadableCheckpointError                the disk gave an error while a checkpoint was read
     ├── NonFiniteError         (FloatingPointError)  the reduced gradient norm or loss is inf or NaN
     ├── GaveUpError            (RuntimeError)        too many updates in a row were skipped or ran out of memory
+    ├── MembersChangedError    (RuntimeError)        elastic replicas: others take part now; the update is made again
+    ├── FellBehindError        (RuntimeError)        elastic replicas: the others have continued without this one
+    ├── NoQuorumError          (RuntimeError)        elastic replicas: there is no lighthouse, or too few replicas
     └── LossScaleFloorError    (FloatingPointError)  the loss scale cannot be lowered any further
 """
 
@@ -28,13 +31,16 @@ __all__ = [
     "CheckpointError",
     "CheckpointFormatError",
     "DamagedCheckpointError",
+    "FellBehindError",
     "ForwardContractError",
     "GaveUpError",
     "GradientAccessError",
     "LearningRateError",
     "LockTakenOverError",
     "LossScaleFloorError",
+    "MembersChangedError",
     "NoGradientError",
+    "NoQuorumError",
     "NonFiniteError",
     "SparseGradientError",
     "TrainingError",
@@ -254,3 +260,15 @@ class LossScaleFloorError(TrainingError, FloatingPointError):
             f"gradients overflow at loss scale {loss_scale:g}, which must not fall below {floor:g}{origin}: the loss has most "
             "likely diverged; lower the learning rate, set max_grad_norm, or train with precision='bf16'"
         )
+
+
+class MembersChangedError(TrainingError, RuntimeError):
+    """Elastic replicas: a replica was lost, or one has come. The update is taken back and made again; no user sees it."""
+
+
+class FellBehindError(TrainingError, RuntimeError):
+    """Elastic replicas: the others have counted an update that this one has not, as after it was suspended."""
+
+
+class NoQuorumError(TrainingError, RuntimeError):
+    """Elastic replicas: the lighthouse cannot be reached, or has too few replicas for an update."""

@@ -134,13 +134,14 @@ class Trainer(Loop):
         self.piggybacks: list[Piggyback] = []
         self.moments = Moments()
         self.replicas_are_equal = True  # False while replicas that train locally differ
+        self.is_elastic = False  # whether replicas come and go, so that others take part though there is one rank
         self.parts: dict[str, Stateful] = dict(parts or {})
         self.config = dict(settings or {})
         self.resume_with: Callable[[str | Path], AbstractContextManager[None]] | None = None  # of a `Checkpoint`
         self.default_handlers: list[DefaultHandler] = []  # attached by default and not by the user
         self.data = RunData(grouping, self.state, self.progress, lambda: this.fire_event(Events.DATALOADER_STOP_ITERATION))
         self._output_transform = output_transform
-        self._is_alone = collectives.world_size() == 1  # asked once
+        self._has_one_rank = collectives.world_size() == 1  # asked once
         self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
 
     @property
@@ -392,6 +393,11 @@ class Trainer(Loop):
             raise ValueError(f"resume must be 'auto' or 'never' without checkpoints, got {resume!r}; attach a Checkpoint first")
         return nullcontext()
 
+    @property
+    def _is_alone(self) -> bool:
+        """Whether a request need not travel to others."""
+        return self._has_one_rank and not self.is_elastic
+
     def terminate(self, skip_completed: bool = False, *, agreed: bool = False) -> None:
         """Ends the run on all ranks after the same update.
 
@@ -403,7 +409,7 @@ class Trainer(Loop):
             skip_completed: do not fire COMPLETED.
             agreed: every rank calls this in the same update, because the reason is the same on all of them: no need to ask.
         """
-        if agreed or collectives.world_size() == 1:
+        if agreed or self._is_alone:
             super().terminate(skip_completed)
         else:
             self.requests.stop = True
@@ -419,7 +425,7 @@ class Trainer(Loop):
         """
         if self.progress.session_open:
             raise RuntimeError("terminate_epoch was called in a session, which has no epochs; call terminate()")
-        if agreed or collectives.world_size() == 1:
+        if agreed or self._is_alone:
             super().terminate_epoch(skip_epoch_completed)
         else:
             self.requests.stop_epoch = True
@@ -429,7 +435,7 @@ class Trainer(Loop):
 
         INTERRUPT is fired in place of TERMINATE and COMPLETED.
         """
-        if agreed or collectives.world_size() == 1 or not self.interrupt_resume_enabled:  # or else Ignite refuses
+        if agreed or self._is_alone or not self.interrupt_resume_enabled:  # or else Ignite refuses
             super().interrupt()
         else:
             self.requests.interrupt = True
@@ -702,6 +708,7 @@ class Trainer(Loop):
     def _take_up_stops(self, *, between_updates: bool = False) -> None:
         """Between two epochs, where a run is entered, and in a single process no update carries requests to other ranks."""
         stop, interrupt = self.requests.stop, self.requests.interrupt
+        between_updates &= not self.is_elastic  # then what a replica asks for travels with the next update
         if between_updates:
             stop, interrupt = (number > 0 for number in collectives.largest(stop, interrupt))
         if (stop or interrupt) and (between_updates or self._is_alone):

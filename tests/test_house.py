@@ -39,10 +39,15 @@ ROWS = (
     ("protection",),  # attaches handlers by default, and so may import them
     ("create", "defaults"),
     ("tools",),  # beside the core, which imports none of them
-    ("plot",),
+    ("plot", "elastic"),
 )
 # Files through which users come in: they hold nothing but names of others, from any row, and nobody imports them.
-DOORS = ("ignite_train/checkpoint/__init__.py", "ignite_train/checkpoint/__main__.py", "ignite_train/plot.py")
+DOORS = (
+    "ignite_train/checkpoint/__init__.py",
+    "ignite_train/checkpoint/__main__.py",
+    "ignite_train/elastic.py",
+    "ignite_train/plot.py",
+)
 VOCABULARY = ("arguments", "carried", "errors", "events", "forward", "metrics", "other_words", "state", "traffic")
 # Files whose public names do not contain the name of the file: each is a collection, and is called what it collects.
 COLLECTIONS = {

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from ignite_train.arguments import one_of, positive_int
 from ignite_train.data.arriving_group import ArrivingGroup
+from ignite_train.data.dealing import Dealing
 from ignite_train.data.description import length_of
 from ignite_train.data.fetch_thread import FetchThread
 from ignite_train.data.held import Held
@@ -24,7 +25,7 @@ from ignite_train.data.samplers import set_epoch
 from ignite_train.data.stream import NoData, Stream
 from ignite_train.ranks import collectives
 
-__all__ = ["POLICIES", "AccumulationSteps", "MicroBatchGrouping", "MicroBatchPass", "Uneven"]
+__all__ = ["POLICIES", "AccumulationSteps", "MicroBatchGrouping", "MicroBatchPass", "Uneven", "deal_again_by"]
 
 AccumulationSteps = int | Sequence[int] | Callable[[int], int]
 """Micro-batches to an update: a number, one for each epoch (the last one repeats), or a function of the number of the update,
@@ -58,13 +59,14 @@ class MicroBatchGrouping:
         drops_last_group: leave out the last group of an epoch if no rank has a whole one.
         is_sharded: whether the ranks must run equally many forwards in each update, whatever their loaders give.
         none_is_empty: a None keeps its place in the group and is left out of what the group gives; else it is an error.
+        dealing: who gets samples; by default the ranks.
 
     Raises:
         TypeError, ValueError: `accumulation_steps` is not one of the three, or a number is below 1, or `uneven` is unknown; or
             ranks would run a SyncBatchNorm unequally often.
 
     Attributes:
-        none_is_empty: the same.
+        none_is_empty, dealing: the same.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class MicroBatchGrouping:
         drops_last_group: bool = False,
         is_sharded: bool = False,
         none_is_empty: bool = False,
+        dealing: Dealing | None = None,
     ) -> None:
+        self.dealing = Dealing() if dealing is None else dealing
         self._drops_last_group, self.none_is_empty = drops_last_group, none_is_empty
         self._counts_in_step = is_sharded or uneven == "replay"  # the ranks must run forward equally often
         self._lends = is_sharded
@@ -112,6 +116,8 @@ class MicroBatchGrouping:
             skip: updates of this epoch that are done already.
             position: what `position` of the pass that did them returned; see `DataPosition`.
         """
+        if self.dealing.again:
+            deal_again_by(loader, self.dealing)
         set_epoch(loader, epoch - 1)
         groups = MicroBatchPass(self, loader, self._sizes(epoch, first_update), skip, position)
         if self._synchronised_norm is not None:
@@ -126,8 +132,9 @@ class MicroBatchGrouping:
         """
         if isinstance(loader, Stream):
             return loader.updates_per_epoch
-        length = length_of(loader)
-        lengths = [int(length) for length in collectives.everyones(-1 if length is None else length)]
+        if self.dealing.again:
+            deal_again_by(loader, self.dealing)
+        lengths = self.dealing.lengths(lambda: length_of(loader))
         if min(lengths) < 0:
             return None
         micro_batches = min(lengths) if self._uneven == "shortest" else max(lengths)
@@ -208,8 +215,18 @@ class MicroBatchPass:
         skip: int,
         position: Mapping[str, Any],
     ) -> None:
-        self._grouping, self.loader, self._place = grouping, loader, DataPosition(loader)
-        self._size, self._done, self._position = size, skip, 0
+        self._grouping, self.loader, self._size = grouping, loader, size
+        self.begin(skip, position)
+
+    def begin(self, skip: int, position: Mapping[str, Any]) -> None:
+        """Begins the pass, or begins it again where samples are dealt to others in the middle of it.
+
+        Args:
+            skip: groups of this epoch that are done already.
+            position: the position after them.
+        """
+        grouping, loader, size = self._grouping, self.loader, self._size
+        self._place, self._done, self._position = DataPosition(loader), skip, 0
         self._num_given = 0  # groups, by this object
         self._place.find(position, skip)
         if isinstance(loader, Stream):
@@ -223,8 +240,8 @@ class MicroBatchPass:
         if self._announced is not None:
             self._before = min(self._before, self._announced)
             self._announced -= self._before
-        self.lengths = [int(length) for length in collectives.everyones(-1 if self._announced is None else self._announced)]
-        self._rank = collectives.rank()
+        self.lengths = grouping.dealing.lengths(self._length_left)
+        self._rank = grouping.dealing.rank
         self._against = -collectives.world_size() if grouping._uneven == "shortest" else 0
         self.length = loader.updates_per_epoch if isinstance(loader, Stream) else self._agree_on_length()
         self._used = [min(self.lengths)] * len(self.lengths) if self._against else self.lengths  # of each rank's micro-batches
@@ -232,7 +249,7 @@ class MicroBatchPass:
             self._used = [sys.maxsize] * len(self.lengths)
         self.max_micro_batches, self.more = None, 1
         self._most_used = max(self._used)
-        self._fills_up = collectives.world_size() > 1  # with empty groups, while other ranks have more
+        self._fills_up = grouping.dealing.size > 1  # with empty groups, while other ranks have more
         self._looks_ahead = self._fills_up and self.length is None
         self._groups_arrive = _reads_ahead(loader) and not (grouping._needs_whole_groups or self._looks_ahead)
         self._may_be_rewritten = not _gives_each_once(loader)
@@ -249,6 +266,11 @@ class MicroBatchPass:
         self._place.found()
         if self._looks_ahead:
             self._look_ahead(Held(self._ahead))
+
+    def _length_left(self) -> int | None:
+        """Micro-batches that are left on this rank; None if unknown."""
+        length = length_of(self.loader)
+        return None if length is None else length - min(self._before, length)
 
     def __iter__(self) -> Iterator[MutableSequence[Any]]:
         return self
@@ -473,6 +495,21 @@ class MicroBatchPass:
             return None
         micro_batches = min(self.lengths) if self._against else max(self.lengths)
         return _count_updates(micro_batches, self._size, self._done, drops_last_group=self._drops_last_group)
+
+
+def deal_again_by(loader: Iterable[Any], dealing: Dealing) -> None:
+    """Has a loader deal its samples by `dealing`, again within an epoch where that is needed.
+
+    Raises:
+        TypeError: the loader cannot.
+    """
+    if not isinstance(loader, ResumableLoader):
+        kind = "a run with epoch_length" if isinstance(loader, Stream) else f"a {type(loader).__name__}"
+        raise TypeError(
+            f"data must be a ResumableLoader with reduction='elastic', whose samples can be dealt again, got {kind}; pass "
+            "ResumableLoader(dataset, batch_size=..., shuffle=...) and max_epochs or max_iters"
+        )
+    loader.deal_by(dealing)
 
 
 def _reads_ahead(loader: Iterable[Any]) -> bool:

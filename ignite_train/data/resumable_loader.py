@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from ignite_train.arguments import describe, positive_int, whole_number
+from ignite_train.data.dealing import Dealing
 from ignite_train.data.fetch_thread import FetchThread
 from ignite_train.data.samplers import HasEpoch, ShardedSampler
 from ignite_train.data.token_budget_sampler import TokenBudgetSampler
@@ -151,6 +152,10 @@ class ResumableLoader(DataLoader[Any]):
         With `batches` it is so many batches.
         """
         self._order.seek(samples)
+
+    def deal_by(self, dealing: Dealing) -> None:
+        """Has the next passes deal samples to others than the ranks; a trainer whose replicas come and go calls it."""
+        self._order.dealing = dealing
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next pass; a trainer calls it."""

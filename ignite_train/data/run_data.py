@@ -206,6 +206,21 @@ class RunData:
         self._fetched = self._sized(micro_batches)
         self.max_micro_batches = groups.max_micro_batches
 
+    def deal_again(self, position: Mapping[str, Any]) -> Sequence[Any]:
+        """Deals what is left of the epoch to the members that take part now, and gives the group of the running update.
+
+        Args:
+            position: of this process after the updates that are done, for the members of before.
+        """
+        groups, state = self._groups, self._state
+        assert groups is not None  # noqa: S101  # an update runs
+        groups.pause()
+        groups.begin(self._progress.epoch_iteration, {**position, "on_changed_data": self._on_changed_data})
+        state.epoch_length = groups.length or state.epoch_length
+        state.batch = next(groups)
+        self.fetched(state.batch, groups)
+        return self.group()
+
     def given(self, group: list[Any]) -> list[Any]:
         """A group that `update` was given, without what is no micro-batch. On some trainers collective."""
         self.max_micro_batches = self.grouping.max_micro_batches_of(group)

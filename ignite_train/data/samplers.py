@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Sampler
 
 from ignite_train.arguments import describe, whole_number
+from ignite_train.data.dealing import Dealing
 from ignite_train.data.epoch_order import Order, epoch_order
 from ignite_train.ranks.data_ranks import share_of
 
@@ -73,6 +74,9 @@ class ShardedSampler(Sampler[int]):
         mesh: the dimensions of a device mesh over which samples differ, such as `mesh["dp"]`: the samples are dealt out to the
             ranks along these, and ranks that differ in other dimensions only get the same. None: each rank gets its own.
 
+    Attributes:
+        dealing: to whom, where replicas come and go; None: to the ranks.
+
     Raises:
         TypeError: the dataset has no length.
         ValueError: `seed` is negative or not a whole number.
@@ -90,6 +94,7 @@ class ShardedSampler(Sampler[int]):
         self._seed = whole_number("seed", seed)
         self._epoch = self._start = 0
         self._mesh = mesh
+        self.dealing: Dealing | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next pass; a trainer calls it."""
@@ -108,21 +113,24 @@ class ShardedSampler(Sampler[int]):
         return {"samples": self._length, "shuffle": self._shuffle, "seed": self._seed}
 
     def __repr__(self) -> str:
-        rank = "rank {} of {}".format(*share_of(self._mesh))
+        rank = "rank {} of {}".format(*self._share())
         return f"{type(self).__name__}({self._length} samples, shuffle={self._shuffle}, seed={self._seed}, {rank})"
 
     def __len__(self) -> int:
-        rank, num_ranks = share_of(self._mesh)
+        rank, num_ranks = self._share()
         return len(range(self._start + rank, self._length, num_ranks))
 
     @property
     def num_shares(self) -> int:
         """Among how many ranks the samples are dealt out."""
-        return share_of(self._mesh)[1]
+        return self._share()[1]
+
+    def _share(self) -> tuple[int, int]:
+        return share_of(self._mesh) if self.dealing is None else (self.dealing.rank, self.dealing.size)
 
     def __iter__(self) -> Iterator[int]:
         start, self._start = self._start, 0
-        rank, num_ranks = share_of(self._mesh)
+        rank, num_ranks = self._share()
         positions = range(start + rank, self._length, num_ranks)
         return chain.from_iterable(_chunks(positions, self._order_of_epoch())) if self._shuffle else iter(positions)
 

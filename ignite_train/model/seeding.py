@@ -36,16 +36,19 @@ class Seeding:
         seed: an integer of at least 0; the same on all ranks.
         device: of the model.
         rank: of this process.
+
+    Attributes:
+        rank: the same; another one in the next update, where replicas come and go.
     """
 
     def __init__(self, seed: int, device: torch.device, rank: int) -> None:
-        self.seed, self._target, self._rank = seed, device, rank
+        self.seed, self._target, self.rank = seed, device, rank
         self._numpy = np.random.MT19937(0)
         self._update = 0
         self._before: tuple[RandomState, np.random.BitGenerator] | None = None  # while an update runs
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.seed}, rank={self._rank})"
+        return f"{type(self).__name__}({self.seed}, rank={self.rank})"
 
     def begin(self, update: int) -> None:
         """Keeps the states that the generators have now, until `end`."""
@@ -55,7 +58,7 @@ class Seeding:
 
     def micro_batch(self, index: int, evaluation: int = 0) -> None:
         """Seeds for the forward and backward of a micro-batch: `index` in the group of this rank, from 0."""
-        self._seed("micro_batch", self._update, evaluation, index, self._rank)
+        self._seed("micro_batch", self._update, evaluation, index, self.rank)
 
     def step(self, evaluation: int = 0) -> None:
         """Seeds for what follows the last backward, alike on all ranks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -91,6 +91,37 @@ class Totals(NamedTuple):
     log_weights: Mapping[str, float] = {}
 
 
+class Ranks(Protocol):
+    """Those over whom the sums go.
+
+    Attributes:
+        size: how many they are.
+    """
+
+    size: int
+
+    def start_sum(self, vector: Tensor) -> dist.Work | None:
+        """Starts to sum `vector` over them, in place. None: nothing to wait for."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """`value` of each of them."""
+
+
+class _AllRanks:
+    """The ranks of the process group."""
+
+    def __init__(self) -> None:
+        self.size = collectives.world_size()  # asked once: to ask costs as much as to pack
+
+    def start_sum(self, vector: Tensor) -> dist.Work | None:
+        """See `Ranks`."""
+        return collectives.start_sum(vector)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """See `Ranks`."""
+        return collectives.gather_objects(value)
+
+
 class Statistics:
     """Adds up what `forward` returns and reduces it over the ranks: one collective with a float64 vector, whatever is logged.
 
@@ -104,13 +135,14 @@ class Statistics:
     Attributes:
         on_host: whether the host keeps them.
         device: where they are.
+        ranks: over whom they go; the ranks of the process group, unless a way of crossing sets others.
     """
 
     def __init__(self, device: torch.device, *, counts: bool = True) -> None:
         self.device, self.counts = device, counts
         self.on_host = is_on_host(device)
         self._reading = ToHost(device)
-        self._world_size = collectives.world_size()  # asked once: to ask costs as much as to pack
+        self.ranks: Ranks = _AllRanks()
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._names: tuple[str, ...] = ()  # of the logs, agreed over the ranks
         self._has_weights = False  # whether a log has had a denominator so far, on this rank or on one whose names it knows
@@ -184,7 +216,7 @@ class Statistics:
         self._requests = RankRequests(stop, stop_epoch, more_data, requests.interrupt, requests.changes_gradients)
         self._piggybacks = piggybacks
         self._payload = [float(number) for piggyback in piggybacks for number in piggyback.payload()] if piggybacks else []
-        self._num_ranks = 1 if alone else self._world_size
+        self._num_ranks = 1 if alone else self.ranks.size
         alone = self._num_ranks == 1
         if alone and not self.on_host:
             self._names = tuple(sorted({*self._names, *self._logs}))
@@ -196,7 +228,7 @@ class Statistics:
         """Packs and starts the reduction, to overlap what follows. Collective."""
         vector = self.pack(requests, piggybacks, norm_squared)
         if vector is not None:
-            self._work = collectives.start_sum(vector)
+            self._work = self.ranks.start_sum(vector)
 
     def reduced(self, norm: float | Tensor | None) -> Reduced | None:
         """What a decision on the device rests on; None where the host has the numbers, or the device has no float64.
@@ -308,11 +340,11 @@ class Statistics:
 
     def _exchange_names(self) -> None:
         """A log has a name that some rank did not know: all ranks learn it, and repeat the reduction. Collective."""
-        known = collectives.gather_objects(sorted({*self._names, *self._logs}))
+        known = self.ranks.gather_objects(sorted({*self._names, *self._logs}))
         self._names = tuple(sorted({name for names in known for name in names}))
         self._has_weights = any(name.endswith(_WEIGHT) for name in self._names)
         self._vector = self._as_vector()
-        self._work = collectives.start_sum(self._vector)
+        self._work = self.ranks.start_sum(self._vector)
         self.send(None)
 
     def _number(self, value: float | Tensor) -> float | Tensor:

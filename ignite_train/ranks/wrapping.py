@@ -16,14 +16,16 @@ from ignite_train.ranks import collectives
 from ignite_train.ranks.crossing import AloneCrossing, Crossing
 from ignite_train.ranks.data_ranks import DataRanks, data_ranks_of
 from ignite_train.ranks.ddp import DDPCrossing
+from ignite_train.ranks.elastic import ElasticCrossing
 from ignite_train.ranks.fsdp import FSDPCrossing, check_divide_factors, spans_all_ranks
+from ignite_train.ranks.members import Members, check_elastic
 from ignite_train.ranks.mesh import MeshCrossing
 from ignite_train.ranks.placeholders import PlaceholderCrossing, Placeholders
 from ignite_train.ranks.replicas import LocalCrossing, ReplicasCrossing, SmallReplicasCrossing
 
 __all__ = ["ReductionName", "crossing_for", "data_ranks_of_any", "own_parameters", "unwrap"]
 
-ReductionName = Literal["auto", "ddp", "explicit", "fsdp", "local"]
+ReductionName = Literal["auto", "ddp", "elastic", "explicit", "fsdp", "local"]
 
 
 def crossing_for(
@@ -52,6 +54,8 @@ def crossing_for(
     """
     one_of("reduction", name, get_args(ReductionName))
     carried = Carried() if carried is None else carried
+    if name == "elastic":
+        return _elastic(model)
     if isinstance(model, DataParallel):
         raise TypeError("model must not be a DataParallel, whose replicas are threads; run one process for each device instead")
     data_ranks = data_ranks_of_any(model, data_dims)
@@ -63,6 +67,25 @@ def crossing_for(
     if not in_step or collectives.world_size() == 1:
         return crossing
     return PlaceholderCrossing(crossing, Placeholders(crossing.module, carried))
+
+
+def _elastic(model: nn.Module) -> ElasticCrossing:
+    lighthouse = check_elastic()
+    kinds = (DataParallel, DistributedDataParallel, FSDPModule)
+    wrapped = next((one for one in model.modules() if isinstance(one, kinds)), None)
+    if wrapped is not None or collectives.world_size() > 1:
+        got = f"{collectives.world_size()} ranks" if wrapped is None else f"a {type(wrapped).__name__} in it"
+        raise ValueError(
+            f"model must be a plain module in a process of its own for reduction='elastic', got {got}; pass the module without "
+            "its wrapper, and start each replica without a process group, as python -m ignite_train.elastic does"
+        )
+    moving = next((name for name, _ in model.named_buffers() if name.endswith("running_mean")), None)
+    if moving is not None:
+        raise ValueError(
+            f"model must have no running statistics for reduction='elastic', got {moving!r}, which each replica would "
+            "take of its own samples; use GroupNorm or LayerNorm, or track_running_stats=False"
+        )
+    return ElasticCrossing(model, Members(lighthouse))
 
 
 def data_ranks_of_any(model: nn.Module, data_dims: Sequence[str] | None) -> DataRanks:

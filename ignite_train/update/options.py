@@ -30,7 +30,8 @@ class UpdateOptions:
             replicas after the last backward, which `"auto"` does for a very small DistributedDataParallel too; `"ddp"` and
             `"fsdp"` insist on the hooks of the wrapper. `"local"` leaves them on their rank: each replica steps along the mean
             over its own samples, for `OuterOptimizer` to make them equal again. Loss, logs, stops and the loss scale are those
-            of all ranks; a rank whose gradients are not finite skips alone.
+            of all ranks; a rank whose gradients are not finite skips alone. `"elastic"` is for replicas that come and go, on
+            torchft; docs/elastic.md says what it needs.
         uneven: what ranks with different numbers of micro-batches do. `"all"`: each micro-batch is used, and ranks that ran
             out take part with no weight. `"shortest"`: all stop when the first rank has run out. `"error"`: different numbers
             are an error. A `forward` with collectives of its own hangs with `"all"`. For it `"shortest"` is exact; `"replay"`

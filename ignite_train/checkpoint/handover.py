@@ -1,0 +1,104 @@
+"""Handing the state of a run over to a replica that has come: what a checkpoint holds, in memory."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+from ignite.engine import Events
+from torch import Tensor
+
+from ignite_train.checkpoint.capture import capture, plain_config, versions
+from ignite_train.checkpoint.directory import CheckpointDirectory, commit
+from ignite_train.checkpoint.disk import Disk
+from ignite_train.checkpoint.manifest import Manifest
+from ignite_train.checkpoint.reader import CheckpointReader
+from ignite_train.checkpoint.retention import Retention
+from ignite_train.checkpoint.run_objects import SavedRun
+from ignite_train.checkpoint.run_state import RunState
+from ignite_train.checkpoint.state_rules import StateRules
+from ignite_train.engine.dispatch import Stateful
+from ignite_train.trainer import Trainer
+
+__all__ = ["Handover"]
+
+
+@runtime_checkable
+class _SavesMore(Protocol):
+    """A `Checkpoint`, which knows the user's additional objects."""
+
+    to_save: Mapping[str, Stateful]
+
+
+class Handover:
+    """Gives the state of a run to another process as one block of bytes, and takes it over from another one.
+
+    It is written and read as a checkpoint is, in a directory that lives for a moment, so that all checks of a resume hold:
+    what comes is refused unless it is of the same model, optimizer and handlers.
+
+    Args:
+        trainer: of the run.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def capture(self) -> Tensor:
+        """The state after the updates that are counted, as bytes."""
+        run, rules = self._run()
+        state = self._trainer.state
+        manifest = Manifest(
+            update=state.iteration,
+            epoch=state.epoch,
+            serial=0,
+            world_size=1,
+            score=None,
+            config=plain_config({}, {}),
+            versions=versions(),
+            files={},
+        )
+        content = io.BytesIO()
+        with tempfile.TemporaryDirectory() as name:
+            directory = CheckpointDirectory(Path(name), Disk())
+            path = commit(directory, capture(run, rules), manifest, Retention(1, 1, True, None), lambda value: [value])
+            with tarfile.open(fileobj=content, mode="w") as archive:
+                for file in sorted(path.iterdir()):
+                    archive.add(file, arcname=file.name)
+        return torch.frombuffer(bytearray(content.getbuffer()), dtype=torch.uint8)
+
+    def restore(self, state: Tensor) -> None:
+        """Takes the state of another process over, and the data of the next pass begins at its place.
+
+        Raises:
+            CheckpointError: it is the state of another model, optimizer or set of handlers.
+        """
+        run, rules = self._run()
+        with tempfile.TemporaryDirectory() as name:
+            with tarfile.open(fileobj=io.BytesIO(state.numpy().tobytes()), mode="r") as archive:
+                archive.extractall(name, filter="data")
+            with CheckpointReader(Path(name)) as reader:
+                taken = RunState(reader, run, rules)
+        taken.restore()
+        trainer = self._trainer
+        in_epoch = trainer.state_dict()["epoch_iteration"] > 0
+        # Handlers of these events, such as metrics that reset themselves, change what was restored. Attached now, so that it
+        # comes after that of a Checkpoint which has resumed from an older state.
+        event = Events.EPOCH_STARTED if in_epoch else Events.STARTED
+
+        def put_back() -> None:
+            handle.remove()
+            taken.restore_objects()
+
+        handle = trainer.append_event_handler(event, put_back)
+
+    def _run(self) -> tuple[SavedRun, StateRules]:
+        saves = self._trainer.checkpoint
+        run = SavedRun(self._trainer, saves.to_save if isinstance(saves, _SavesMore) else {})
+        rules = StateRules()
+        rules.begin(run)
+        return run, rules

@@ -1,0 +1,78 @@
+"""Dealing: who gets which samples of an epoch's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ignite_train.ranks import collectives
+from ignite_train.ranks.members import Members
+
+__all__ = ["Dealing", "ElasticDealing"]
+
+
+class Dealing:
+    """To the ranks of the process group, which are the same in the whole run.
+
+    Attributes:
+        again: whether samples can be dealt again within an epoch.
+    """
+
+    again = False
+
+    @property
+    def rank(self) -> int:
+        """Who this process is among those that get samples."""
+        return collectives.rank()
+
+    @property
+    def size(self) -> int:
+        """How many get samples."""
+        return collectives.world_size()
+
+    def lengths(self, own: Callable[[], int | None]) -> list[int]:
+        """How many micro-batches each of them has, -1 where it is unknown. Collective, unless samples can be dealt again.
+
+        Args:
+            own: looks at how many this process has; asked as any of them where samples can be dealt again.
+        """
+        length = own()
+        return [int(one) for one in collectives.everyones(-1 if length is None else length)]
+
+
+class ElasticDealing(Dealing):
+    """To the members of the update, who may be others in the next one.
+
+    The order of the samples is a function of seed and epoch. Each member takes its own from the place after the samples that
+    are counted; so those of a member that is lost are dealt again with the rest.
+
+    Args:
+        members: the members.
+    """
+
+    again = True
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._rank: int | None = None  # of the member whose share is looked at
+
+    @property
+    def rank(self) -> int:
+        """See `Dealing`."""
+        return self._members.rank if self._rank is None else self._rank
+
+    @property
+    def size(self) -> int:
+        """See `Dealing`."""
+        return self._members.size
+
+    def lengths(self, own: Callable[[], int | None]) -> list[int]:
+        """See `Dealing`. Not collective: each member knows the shares of all."""
+        found = []
+        try:
+            for rank in range(self.size):
+                self._rank = rank
+                length = own()
+                found.append(-1 if length is None else length)
+        finally:
+            self._rank = None
+        return found

@@ -1,0 +1,432 @@
+"""The replicas that make an update together: who they are now, what they send one another, and how they notice a change."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from ignite_train.errors import FellBehindError, MembersChangedError, NoQuorumError
+
+__all__ = ["LIGHTHOUSE", "Members", "check_elastic", "require_torchft"]
+
+LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
+"""The environment variable with the address of the lighthouse; torchft's own name for it."""
+_REPLICA, _HOST = "IGNITE_TRAIN_REPLICA", "IGNITE_TRAIN_HOST"
+_ENDED = "IGNITE_TRAIN_ENDED"  # a file that is there once the run has ended
+_HANG, _PATIENCE = "IGNITE_TRAIN_HANG_SECONDS", "IGNITE_TRAIN_PATIENCE_SECONDS"
+
+_logger = logging.getLogger("ignite_train")
+_CONNECT = timedelta(seconds=10)  # to the lighthouse
+_REBUILD = timedelta(seconds=5)  # for the members to find one another; one of them may have died meanwhile
+_HEARTBEAT = timedelta(milliseconds=100)
+_RETRY_SECONDS = 0.2
+
+
+def check_elastic() -> str:
+    """Looks for what elastic replicas need, before anything is made. Gives the address of the lighthouse.
+
+    Raises:
+        ValueError: torchft is not installed, or the environment has no address of a lighthouse.
+    """
+    require_torchft()
+    address = os.environ.get(LIGHTHOUSE, "")
+    if not address:
+        raise ValueError(
+            f"reduction='elastic' needs the address of a lighthouse in the environment variable {LIGHTHOUSE}, got none; start "
+            "the script with: python -m ignite_train.elastic --replicas N script.py"
+        )
+    return address
+
+
+def require_torchft() -> None:
+    """Raises ValueError if torchft is not installed."""
+    if importlib.util.find_spec("torchft") is None:
+        raise ValueError("reduction='elastic' needs torchft, which is not installed; pip install 'ignite_train[elastic]'")
+
+
+class Members:
+    """The members of the running update, and the process group between them.
+
+    A member asks the lighthouse who takes part in each update (torchft calls the answer a quorum), in a thread, while its
+    forward runs. All members get the same answer. As long as it names the members of the update before, the update continues.
+    Otherwise each of them raises a `MembersChangedError`; then the members form a new process group, a member with the newest
+    state sends it to those that have come, and the update is made again by all of them.
+
+    What all of them decide from travels with the questions: how many updates a member has counted, and a digest of its
+    history, which is another one after another sequence of members. The members with the history that most of those that are
+    furthest have continue. Another member that has taken part in the run before has missed an update, and ends with a
+    `FellBehindError`; started again it joins as a new one.
+
+    Args:
+        lighthouse: its address.
+
+    Attributes:
+        rank, size: the number of this member among them, and how many they are.
+        names: the names of all members, by rank.
+        num_changes: how often an update of this process was made again.
+    """
+
+    def __init__(self, lighthouse: str) -> None:
+        self._lighthouse = lighthouse
+        self.rank, self.size, self.num_changes = 0, 1, 0
+        self.names: tuple[str, ...] = ("",)
+        self._hang = timedelta(seconds=float(os.environ.get(_HANG, "60")))
+        self._patience = float(os.environ.get(_PATIENCE, "600"))
+        self._group: Any = None
+        self._key = ""  # of the process group; empty where there is none that works
+        self._history = ""
+        self._is_new = True
+        self._question: _Question | None = None
+        self._quorum: Any = None  # an answer that names other members, which are to form a group
+        self._is_settled = False  # whether the members of the update to come are known already
+        self._identity = ""
+
+    # --- a run
+
+    def join(self, step: Callable[[], int], capture: Callable[[], Tensor], restore: Callable[[Tensor], None]) -> None:
+        """Becomes a member, with the state of the others if there are any. Waits for them between two of their updates.
+
+        Args:
+            step: gives how many updates this process has counted, as after a resume from a checkpoint.
+            capture: gives the state of the run, as bytes.
+            restore: takes the state of another member over.
+
+        Raises:
+            NoQuorumError: the lighthouse cannot be reached, or gives no answer in time.
+        """
+        self._is_new, self._history, self._capture, self._restore = True, "", capture, restore
+        self._connect()
+        self.renew(step)
+
+    def part(self, step: Callable[[], int]) -> None:
+        """Where the run has ended: waits until all members have, and gives those that come now the last state. Collective.
+
+        Raises:
+            FellBehindError: the others have counted an update that this one has not.
+            NoQuorumError: there was no answer in time.
+        """
+        while True:
+            try:
+                self.ask(step())
+                self.confirm()
+            except MembersChangedError:
+                self.renew(step)
+            else:
+                break
+        if (path := os.environ.get(_ENDED)) is not None:
+            Path(path).touch()
+
+    def leave(self) -> None:
+        """Ends being a member; the others notice it at once."""
+        self._drop()
+        self._question = self._quorum = None
+        if self._identity:
+            self._heart.shutdown()
+            self._identity = ""
+
+    def _connect(self) -> None:
+        os.environ.setdefault("RUST_LOG", "warn")  # torchft writes a line for each question otherwise
+        from torchft.coordination import LighthouseClient, ManagerServer
+
+        host = os.environ.get(_HOST) or _own_host(self._lighthouse)
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store_address = f"{host}:{self._store.port}"
+        identity = f"{os.environ.get(_REPLICA, socket.gethostname())}:{uuid.uuid4().hex}"
+        try:
+            self._client = LighthouseClient(self._lighthouse, connect_timeout=_CONNECT)
+            # It sends heartbeats from a thread that Python's lock does not hold up.
+            self._heart = ManagerServer(
+                replica_id=identity,
+                lighthouse_addr=self._lighthouse,
+                hostname=host,
+                bind=f"{host}:0",
+                store_addr=self._store_address,
+                world_size=1,
+                heartbeat_interval=_HEARTBEAT,
+                connect_timeout=_CONNECT,
+                quorum_retries=0,
+            )
+        except RuntimeError as error:
+            raise NoQuorumError(
+                f"the lighthouse at {self._lighthouse} cannot be reached: {_one_line(error)}; start it, or correct {LIGHTHOUSE}"
+            ) from error
+        self._identity = identity
+
+    # --- an update
+
+    def ask(self, step: int) -> None:
+        """Asks who takes part in the update to come, and does not wait for the answer. `step`: updates that are counted."""
+        if self._is_settled:
+            self._is_settled = False
+        else:
+            self._question = _Question(lambda: self._ask(step))
+
+    def confirm(self) -> None:
+        """Waits for the answer.
+
+        Raises:
+            MembersChangedError: others take part than in the update before.
+        """
+        if self._question is None:
+            return
+        question, self._question = self._question, None
+        quorum = question.answer()
+        if quorum is None or not self._names_same(quorum):
+            self._quorum = quorum
+            raise MembersChangedError("other replicas take part in this update than in the one before")
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Sums each tensor over the members, in place. Collective.
+
+        Raises:
+            MembersChangedError: a member was lost.
+        """
+        if self.size == 1:
+            return
+        options = dist.AllreduceOptions()
+        options.timeout = self._hang
+        with _LosingMembers(self):
+            for work in [self._group.allreduce([tensor], options) for tensor in tensors]:
+                work.wait()
+
+    def start_sum(self, vector: Tensor) -> None:
+        """As `sum`, of one tensor; nothing is left to wait for."""
+        self.sum([vector])
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """`value` of each member, by rank: plain values. Collective.
+
+        Raises:
+            MembersChangedError: a member was lost.
+        """
+        own = _as_bytes(value)
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(own)
+        self.sum([lengths])
+        table = torch.zeros(self.size, int(lengths.max()), dtype=torch.uint8)
+        table[self.rank, : len(own)] = own
+        self.sum([table])
+        return [_from_bytes(row[:length]) for row, length in zip(table, lengths.tolist(), strict=True)]
+
+    def commit(self, step: int) -> None:
+        """Notes that update `step` has had its effect on this member."""
+        self._history = _digest(self._history, self._key, str(step))
+
+    # --- a change
+
+    def renew(self, step: Callable[[], int]) -> None:
+        """Forms a group with those that take part now, and gives those that have come the state. Collective.
+
+        Args:
+            step: gives how many updates this process has counted; another number once it has got the state of another member.
+
+        Raises:
+            FellBehindError: the others have counted an update that this one has not.
+            NoQuorumError: there was no answer in time.
+        """
+        deadline = time.monotonic() + self._patience
+        quorum, self._quorum, self._question = self._quorum, None, None
+        while True:
+            quorum = quorum or self._ask(step())
+            if quorum is not None:
+                with suppress(MembersChangedError):
+                    self._form(quorum.participants, step())
+                    self._is_settled = True
+                    return
+            quorum = None
+            if time.monotonic() > deadline:
+                raise NoQuorumError(
+                    f"the lighthouse at {self._lighthouse} has named no members for {self._patience:g} s; see whether it "
+                    f"runs and how many replicas it waits for, or raise {_PATIENCE}"
+                )
+
+    def _ask(self, step: int) -> Any:
+        """The lighthouse's answer; None if there was none."""
+        data = {"key": self._key, "history": self._history, "is_new": self._is_new, "nonce": uuid.uuid4().hex}
+        try:
+            return self._client.quorum(
+                replica_id=self._identity,
+                timeout=timedelta(seconds=self._patience),
+                address=self._heart.address(),
+                store_address=self._store_address,
+                step=step,
+                world_size=1,
+                shrink_only=False,
+                data=data,
+            )
+        except (RuntimeError, TimeoutError) as error:
+            _logger.warning(f"the lighthouse at {self._lighthouse} gives no answer: {_one_line(error)}; it is asked again")
+            time.sleep(_RETRY_SECONDS)
+            with suppress(RuntimeError, TimeoutError):
+                from torchft.coordination import LighthouseClient
+
+                self._client = LighthouseClient(self._lighthouse, connect_timeout=_CONNECT)
+            return None
+
+    def _names_same(self, quorum: Any) -> bool:
+        keys = {participant.data["key"] for participant in quorum.participants}
+        places = {_place(participant) for participant in quorum.participants}
+        return bool(self._key) and keys == {self._key} and len(places) == 1 and len(quorum.participants) == self.size
+
+    def _form(self, participants: Sequence[Any], step: int) -> None:
+        from torchft.process_group import ProcessGroupGloo
+
+        ranks = {participant.replica_id: rank for rank, participant in enumerate(participants)}
+        rank, source = ranks[self._identity], _newest(participants)
+        mine, newest = participants[rank], participants[source]
+        if all(one.data["is_new"] for one in participants) and _has_ended():
+            raise NoQuorumError("the run has ended while this replica was starting; there is nothing left to do")
+        if not self._is_new and _place(mine) != _place(newest):
+            self.leave()
+            raise FellBehindError(
+                f"this replica has counted {step} updates, and the others have continued without it to update {newest.step}; "
+                "start it again, and it joins them"
+            )
+        self._drop()
+        key = _digest(*(f"{one.replica_id}/{one.data['nonce']}" for one in participants))
+        self._group = ProcessGroupGloo(timeout=_REBUILD)
+        with _LosingMembers(self):
+            self._group.configure(f"{newest.store_address}/{key}", self._identity, rank, len(participants))
+        arrivals = [number for number, one in enumerate(participants) if one.data["is_new"] and number != source]
+        if rank == source:
+            self._send_state(arrivals)
+        elif rank in arrivals:
+            self._receive_state(source)
+        self._is_new = False
+        self.names, before = tuple(_name(one.replica_id) for one in participants), self.names
+        self.rank, self.size, self._key = rank, len(participants), key
+        self._say(before, newest.step + 1)
+
+    def _send_state(self, arrivals: Sequence[int]) -> None:
+        if not arrivals:
+            return
+        state, history = self._capture(), _as_bytes(self._history)
+        lengths = torch.tensor([len(state), len(history)])
+        with _LosingMembers(self):
+            for arrival in arrivals:
+                for tensor in (lengths, state, history):
+                    self._group.send([tensor], arrival, 0).wait(self._hang)
+
+    def _receive_state(self, source: int) -> None:
+        lengths = torch.zeros(2, dtype=torch.int64)
+        with _LosingMembers(self):
+            self._group.recv([lengths], source, 0).wait(self._hang)
+            state, history = (torch.zeros(length, dtype=torch.uint8) for length in lengths.tolist())
+            for tensor in (state, history):
+                self._group.recv([tensor], source, 0).wait(self._hang)
+        self._restore(state)
+        self._history = _from_bytes(history)
+
+    def _say(self, before: Sequence[str], update: int) -> None:
+        """One line for each replica that has left or come; the first member says it."""
+        if before == ("",):
+            _logger.info(f"replica {self.names[self.rank]} takes part from update {update}: {self.size} replicas")
+            return
+        left, came = Counter(before) - Counter(self.names), Counter(self.names) - Counter(before)
+        for names, what in ((left, "has left"), (came, "has come")):
+            for name in names if self.rank == 0 else ():
+                _logger.warning(f"replica {name} {what}: update {update} is made by {self.size} replicas")
+
+    def lose(self) -> None:
+        """Gives the process group up, so that the members that wait for this one notice it at once."""
+        self._drop()
+
+    def _drop(self) -> None:
+        group, self._group, self._key, self._is_settled = self._group, None, "", False
+        if group is not None:
+            group.abort(errored=False)
+
+
+class _LosingMembers:
+    """A `with` in which an error of the process group means that a member was lost."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, (RuntimeError, TimeoutError)):
+            self._members.lose()
+            raise MembersChangedError(f"a replica was lost: {_one_line(error)}") from error
+
+
+class _Question(threading.Thread):
+    """A question that is under way. The thread ends with its process."""
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        super().__init__(name="Members", daemon=True)
+        self._ask, self._answer = ask, None
+        self.start()
+
+    def run(self) -> None:
+        """Asks."""
+        self._answer = self._ask()
+
+    def answer(self) -> Any:
+        """Waits for the answer; None if there was none."""
+        self.join()
+        return self._answer
+
+
+def _has_ended() -> bool:
+    return _ENDED in os.environ and Path(os.environ[_ENDED]).exists()
+
+
+def _newest(participants: Sequence[Any]) -> int:
+    """The member whose state the others take over: one that is in the run, as far as any, with the history of the most."""
+    running = [one for one in participants if not one.data["is_new"]] or list(participants)
+    furthest = [one for one in running if one.step == max(other.step for other in running)]
+    votes = Counter(_place(one) for one in furthest)
+    best = max(furthest, key=lambda one: votes[_place(one)])  # the first of them, as they are sorted
+    return participants.index(best)
+
+
+def _place(participant: Any) -> tuple[int, str]:
+    return participant.step, participant.data["history"]
+
+
+def _own_host(lighthouse: str) -> str:
+    """The name under which the others reach this machine."""
+    host = urlsplit(lighthouse).hostname or ""
+    return "127.0.0.1" if host in ("127.0.0.1", "localhost", "::1") else socket.gethostname()
+
+
+def _name(identity: str) -> str:
+    return identity.partition(":")[0]
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def _as_bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_bytes(content: Tensor) -> Any:
+    return json.loads(bytes(content.tolist()))
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,195 @@
+"""Starts replicas that come and go, on one machine: `python -m ignite_train.elastic --replicas N script.py ...`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from ignite_train.arguments import positive_int
+from ignite_train.ranks.members import LIGHTHOUSE, require_torchft
+
+__all__ = ["ElasticLauncher", "main"]
+
+_logger = logging.getLogger("ignite_train")
+_POLL_SECONDS = 0.05
+_AT_ONCE_SECONDS = 20.0  # a replica that ends sooner has not trained
+_MAX_AT_ONCE = 3  # so often in a row
+_GRACE_SECONDS = 60.0  # for the others, when one replica has ended
+_FIRST_SIGNAL_SECONDS = 30.0  # between a signal that is passed on and SIGKILL
+
+
+@dataclass
+class _Replica:
+    """A process, and how those before it have ended.
+
+    Attributes:
+        process: the one that runs, or has ended last.
+        begun: when it was started, in seconds of the monotonic clock.
+        at_once: how many in a row have ended soon after they were started.
+    """
+
+    process: subprocess.Popen[bytes]
+    begun: float
+    at_once: int = 0
+
+
+class ElasticLauncher:
+    """A lighthouse on this machine, which listens on loopback only, and replicas of one script.
+
+    A replica that ends with an error, or is killed, is started again and joins the others. When one has made the last update,
+    or has ended without an error, the run is over: none is started again, and the others are given a minute to end. SIGINT and
+    SIGTERM are passed on to all of them, and none is started again.
+
+    Args:
+        command: what each replica runs, such as `[sys.executable, "train.py"]`.
+        num_replicas: how many.
+        min_replicas: with fewer the run waits.
+        heartbeat_ms: a replica that was not heard of for so long is lost.
+        join_ms: how long replicas that ask for an update wait for one that lives and does not, before they continue without it.
+            Longer than any replica alone may take between two updates.
+        hang_seconds: how long a replica may keep the others waiting in an update before it is taken for lost.
+
+    Attributes:
+        replicas: the processes, by their numbers.
+        num_restarts: how often one was started again.
+
+    Raises:
+        ValueError: torchft is not installed, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        num_replicas: int,
+        *,
+        min_replicas: int = 1,
+        heartbeat_ms: int = 1000,
+        join_ms: int = 60_000,
+        hang_seconds: float = 60.0,
+    ) -> None:
+        require_torchft()
+        os.environ.setdefault("RUST_LOG", "warn")  # torchft writes a line for each question otherwise
+        from torchft.coordination import LighthouseServer
+
+        self._command, self._num = list(command), positive_int("replicas", num_replicas)
+        self._lighthouse = LighthouseServer(
+            bind="127.0.0.1:0",
+            min_replicas=positive_int("min_replicas", min_replicas),
+            join_timeout_ms=positive_int("join_ms", join_ms),
+            quorum_tick_ms=20,
+            heartbeat_timeout_ms=positive_int("heartbeat_ms", heartbeat_ms),
+        )
+        self._directory = tempfile.TemporaryDirectory(prefix="ignite_train_elastic_")
+        self._ended = Path(self._directory.name) / "ended"
+        port = self._lighthouse.address().rpartition(":")[2]
+        self._environment = {
+            **os.environ,
+            LIGHTHOUSE: f"http://127.0.0.1:{port}",
+            "IGNITE_TRAIN_ENDED": str(self._ended),
+            "IGNITE_TRAIN_HANG_SECONDS": str(hang_seconds),
+        }
+        self.replicas: dict[int, _Replica] = {}
+        self.num_restarts = 0
+        self._stops_at: float | None = None  # when what runs then is killed
+
+    def __enter__(self) -> Self:
+        for number in range(self._num):
+            self.replicas[number] = self._start(number)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for replica in self.replicas.values():
+            with suppress(ProcessLookupError):
+                replica.process.kill()
+            replica.process.wait()
+        self._lighthouse.shutdown()
+        self._directory.cleanup()
+
+    def run(self) -> int:
+        """Waits until all replicas have ended, and starts again what dies. Gives the status to end with."""
+        while not self.look():
+            time.sleep(_POLL_SECONDS)
+        codes = [replica.process.returncode for replica in self.replicas.values()]
+        return 0 if 0 in codes else next((128 - code if code < 0 else code for code in codes), 0)
+
+    def look(self) -> bool:
+        """Looks at each replica once, and starts again what has died. Gives whether all have ended for good."""
+        codes = {number: replica.process.poll() for number, replica in self.replicas.items()}
+        if self._stops_at is None and (0 in codes.values() or self._ended.exists()):
+            self._stops_at = time.monotonic() + _GRACE_SECONDS
+        for number, code in codes.items():
+            if code not in (None, 0) and self._stops_at is None:
+                self._start_again(number, code)
+        if self._stops_at is not None and time.monotonic() > self._stops_at:
+            self.send(signal.SIGKILL)
+        return all(replica.process.poll() is not None for replica in self.replicas.values())
+
+    def send(self, number: int) -> None:
+        """Sends a signal to each replica that runs."""
+        for replica in self.replicas.values():
+            with suppress(ProcessLookupError):
+                replica.process.send_signal(number)
+
+    def pass_on(self, number: int, _frame: FrameType | None = None) -> None:
+        """Sends a signal to each replica, after which none is started again."""
+        self._stops_at = self._stops_at or time.monotonic() + _FIRST_SIGNAL_SECONDS
+        self.send(number)
+
+    def _start(self, number: int) -> _Replica:
+        environment = {**self._environment, "IGNITE_TRAIN_REPLICA": str(number)}
+        return _Replica(subprocess.Popen(self._command, env=environment), time.monotonic())  # noqa: S603  # the user's command
+
+    def _start_again(self, number: int, code: int | None) -> None:
+        before = self.replicas[number]
+        soon = time.monotonic() - before.begun < _AT_ONCE_SECONDS and (code or 0) > 0  # and not by a signal
+        at_once = before.at_once + 1 if soon else 0
+        if at_once >= _MAX_AT_ONCE:
+            _logger.error(f"replica {number} has ended with status {code} {at_once} times in a row soon after it was started")
+            self.pass_on(signal.SIGTERM)
+            return
+        _logger.warning(f"replica {number} has ended with status {code} and is started again")
+        self.num_restarts += 1
+        self.replicas[number] = self._start(number)
+        self.replicas[number].at_once = at_once
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(prog="python -m ignite_train.elastic", description=__doc__)
+    parser.add_argument("--replicas", type=int, required=True, help="how many processes train together")
+    parser.add_argument("--min-replicas", type=int, default=1, help="with fewer the run waits")
+    parser.add_argument("--heartbeat-ms", type=int, default=1000, help="a replica not heard of for so long is lost")
+    parser.add_argument(
+        "--join-ms", type=int, default=60_000, help="how long the others wait for one that lives and does not ask"
+    )
+    parser.add_argument("--hang-seconds", type=float, default=60.0, help="how long a replica may keep the others waiting")
+    parser.add_argument("script", help="what each replica runs")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    given: Any = parser.parse_args(arguments)
+    try:
+        launcher = ElasticLauncher(
+            [sys.executable, given.script, *given.arguments],
+            given.replicas,
+            min_replicas=given.min_replicas,
+            heartbeat_ms=given.heartbeat_ms,
+            join_ms=given.join_ms,
+            hang_seconds=given.hang_seconds,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    with launcher:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, launcher.pass_on)
+        return launcher.run()

@@ -1,0 +1,110 @@
+"""An update that is made again by those that are there when a replica was lost, or has come."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ignite_train.errors import MembersChangedError
+from ignite_train.ranks.elastic import ElasticCrossing
+from ignite_train.ranks.members import Members
+from ignite_train.trainer import Trainer
+from ignite_train.update.update import Update
+
+__all__ = ["ElasticUpdate"]
+
+
+@dataclass(kw_only=True)
+class ElasticUpdate(Update):
+    """An `Update` over the members that take part in it.
+
+    While it runs the lighthouse is asked who takes part. If these are others than in the update before, or one of them is lost
+    before all have the sums, the journal puts everything back, samples are dealt again, and the members that are there make
+    the update. Its ITERATION_STARTED has fired and fires no more.
+    """
+
+    members: Members = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        crossing = self.gather.crossing
+        assert isinstance(crossing, ElasticCrossing)  # noqa: S101  # `create` has paired them
+        self.members = crossing.members
+        self.mark_everything()
+
+    def join(self, trainer: Trainer, capture: Callable[[], Tensor], restore: Callable[[Tensor], None]) -> None:
+        """Has each run of `trainer` begin by becoming a member, with the state of the others, and end by leaving them.
+
+        Args:
+            trainer: whose update this is.
+            capture: gives the state of the run, as bytes.
+            restore: takes that of another replica over.
+        """
+        members = self.members
+        trainer.is_elastic = True
+
+        def enter(trainer: Trainer) -> None:
+            _refuse_own_groups(trainer)
+            members.join(lambda: _counted(trainer), capture, restore)
+            self._note(trainer)
+
+        def leave() -> None:
+            try:
+                if this.progress.ended:
+                    members.part(lambda: _counted(this))
+            finally:
+                members.leave()
+
+        this = weakref.proxy(trainer)
+        trainer.on_enter.append(enter)
+        trainer.on_exit.append(leave)
+
+    def __call__(self, trainer: Trainer, micro_batches: Sequence[Any]) -> Any:
+        """Runs one update; see `Update`.
+
+        Raises:
+            FellBehindError: the others have counted this update without this replica.
+            NoQuorumError: the lighthouse gives no answer.
+        """
+        members = self.members
+        _refuse_own_groups(trainer)
+        self._note(trainer)
+        members.ask(_counted(trainer))
+        while True:
+            try:
+                output = super().__call__(trainer, micro_batches)
+            except MembersChangedError:
+                place = trainer.data.position()  # after the updates that are counted; of the members of before
+                members.num_changes += 1
+                members.renew(lambda: _counted(trainer))
+                self._note(trainer)
+                micro_batches = trainer.data.deal_again(place)
+                members.ask(_counted(trainer))
+            else:
+                members.commit(trainer.state.iteration)
+                return output
+
+    def _note(self, trainer: Trainer) -> None:
+        """Tells the parts who this replica is among the members, and the metrics how many there are."""
+        if self.gather.passes.seeding is not None:
+            self.gather.passes.seeding.rank = self.members.rank
+        trainer.state.metrics["replicas"] = self.members.size
+        trainer.state.metrics["updates_made_again"] = self.members.num_changes
+
+
+def _refuse_own_groups(trainer: Trainer) -> None:
+    """Raises ValueError where micro-batches come from no loader, so that those of a lost replica cannot be dealt again."""
+    if trainer.state.dataloader is None:
+        raise ValueError(
+            "data must be a ResumableLoader with reduction='elastic', got None, as in a session or in update([...]); pass a "
+            "ResumableLoader to run, since samples of a lost replica are dealt again"
+        )
+
+
+def _counted(trainer: Trainer) -> int:
+    """The updates that are counted, without the one that runs."""
+    return trainer.state.iteration - (trainer.progress.iterating and not trainer.progress.settled)
