@@ -15,7 +15,7 @@ from ignite_train.engine.progress import Progress
 
 __all__ = ["Batches", "Loop"]
 
-_END = object()
+_END: Any = object()
 # Of each iteration: firing one without handlers takes about as long as finding it in its class.
 _GET_BATCH_STARTED, _GET_BATCH_COMPLETED = Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED
 _ITERATION_STARTED, _ITERATION_COMPLETED = Events.ITERATION_STARTED, Events.ITERATION_COMPLETED
@@ -181,12 +181,12 @@ class Loop(Dispatcher):
                 self.begin_section("data")
                 if state.dataloader is not None:
                     self.fire_event(_GET_BATCH_STARTED)
-                fetched: Any = next(batches, _END)
-                self._note_fetched(fetched, batches)
-                if fetched is _END:
-                    over = True
+                # In no local variable: it would keep these micro-batches alive while the next are fetched.
+                state.batch = next(batches, _END)
+                self._note_fetched(state.batch, batches)
+                if state.batch is _END:
+                    state.batch, over = None, True
                     break
-                state.batch = fetched
                 self._iterate()
                 over = not self.progress.stops and self._epoch_is_over(batches)
             if over:
