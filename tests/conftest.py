@@ -24,7 +24,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("any machine")
 
-collect_ignore = ["libraries"]  # each of its files has the name of a library and runs in an environment of its own
+# Their files run in environments of their own: each has the name of a library, or is a script that imports one.
+collect_ignore = ["libraries", "migration"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
