@@ -29,8 +29,8 @@ SECONDS = 240.0  # for a run; a run without a kill takes about fifteen
 class Killer:
     """Kills or suspends random replicas of a launcher, from time to time; at most all but one at once.
 
-    It begins when an update was made. A replica that is suspended is continued or killed later: so it finds that others have
-    continued without it.
+    It begins when an update was made. A replica that is suspended is continued or killed later: so it finds that the others
+    have continued without it.
     """
 
     def __init__(self, seed: int, launcher: ElasticLauncher, begun: Path) -> None:

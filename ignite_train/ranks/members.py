@@ -295,12 +295,15 @@ class Members:
         mine, newest = participants[rank], participants[source]
         if all(one.data["is_new"] for one in participants) and _has_ended():
             raise NoQuorumError("the run has ended while this replica was starting; there is nothing left to do")
-        if not self._is_new and _place(mine) != _place(newest):
+        behind = [one for one in participants if not one.data["is_new"] and _place(one) != _place(newest)]
+        if mine in behind:
             self.leave()
             raise FellBehindError(
                 f"this replica has counted {step} updates, and the others have continued without it to update {newest.step}; "
                 "start it again, and it joins them"
             )
+        if behind:  # it ends; to form a group with it would wait for it
+            raise MembersChangedError("a replica has missed an update, and ends")
         self._drop()
         key = _digest(*(f"{one.replica_id}/{one.data['nonce']}" for one in participants))
         self._group = ProcessGroupGloo(timeout=_REBUILD)
