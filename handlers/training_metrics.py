@@ -297,22 +297,27 @@ class TrainingMetrics(Handler):
             metrics.pop(name, None)
         self._published = {*self._logs}
         samples = sums["sample_size"]
-        for name, value in self._logs.items():
+        if steps:
+            self._publish_loss(metrics, sums["loss"] / samples)
+        else:
+            for name in ("loss", "loss_base2", "perplexity", "grad_norm", "grad_norm_max", "clipped", "sample_size"):
+                metrics.pop(name, None)
+        for name, value in self._logs.items():  # updates with a name have some, where no other was made
             weight = self._log_weights.get(name, samples)
             metrics[name] = value / weight if weight else math.nan
         if not steps:
-            for name in ("loss", "loss_base2", "perplexity", "grad_norm", "grad_norm_max", "clipped", "sample_size"):
-                metrics.pop(name, None)
             return
         if self._unknown:
             self._warn_of_unknown()
-        metrics["loss"] = loss = sums["loss"] / samples
+        metrics["grad_norm"], metrics["grad_norm_max"] = sums["grad_norm"] / steps, sums["grad_norm_max"]
+        metrics["clipped"], metrics["sample_size"] = sums["clipped"] / steps, samples / steps
+
+    def _publish_loss(self, metrics: dict[str, Any], loss: float) -> None:
+        metrics["loss"] = loss
         if self.base2:
             metrics["loss_base2"] = loss / math.log(2)
         if self.perplexity:
             metrics["perplexity"] = math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
-        metrics["grad_norm"], metrics["grad_norm_max"] = sums["grad_norm"] / steps, sums["grad_norm_max"]
-        metrics["clipped"], metrics["sample_size"] = sums["clipped"] / steps, samples / steps
 
     def _warn_of_unknown(self) -> None:
         """Says once which names of `per_second` no log has."""

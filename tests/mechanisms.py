@@ -200,7 +200,9 @@ MECHANISMS = {
     "closure": Mechanism(
         optimizers=sharpness,
         settings={"closure": True},
-        refused={"fsdp": "closure must be False for a model that fully_shard was applied to.*use DistributedDataParallel$"},
+        refused={
+            "fsdp": "closure must be False for a model with DTensors, as fully_shard makes them.*use DistributedDataParallel$"
+        },
     ),
     "changed-gradients": Mechanism(change=clamp, limit=0.15),
     "sparse-gradients": Mechanism(

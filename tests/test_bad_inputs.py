@@ -849,7 +849,14 @@ def another_scale(state: dict[str, Any], in_a_row: Any = None, **changes: Any) -
     Case("update-none", changed(update=None), (ValueError, TypeError), "state_dict['update']", "None"),
     Case("carried", lambda state: another_scale(state, carried={"values": {}}), ValueError, "Carried", "devices"),
     Case("in-a-row", lambda state: another_scale(state, in_a_row={"was skipped": -1}), ValueError, "was skipped", "-1"),
-    Case("scaling", changed(update={"loss_scaling": {"scale": 8.0}}), ValueError, "TorchLossScaling", "good_updates", "scale"),
+    Case(
+        "scaling",
+        changed(update={"loss_scaling": {"scale": 8.0}, "in_a_row": {}}),
+        ValueError,
+        "TorchLossScaling",
+        "good_updates",
+        "scale",
+    ),
 )
 def test_damaged_states(case):
     """A state that is damaged or another's is refused, naming the entry, and nothing of it is taken over."""

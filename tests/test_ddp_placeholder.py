@@ -8,7 +8,6 @@ from typing import Any
 import ignite.distributed as idist
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -21,9 +20,9 @@ from ranks import run_ranks
 @pytest.fixture
 def alone(tmp_path: Any) -> Iterator[None]:
     """A process group of one process."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    idist.initialize("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    idist.finalize()
 
 
 def run_placeholder(ddp: DistributedDataParallel) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import ignite.distributed as idist
 import pytest
 import torch
-import torch.distributed as dist
 from ignite.engine import Events
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,9 +23,9 @@ X = torch.arange(6.0).view(2, 3)
 @pytest.fixture
 def alone(tmp_path: Any) -> Iterator[None]:
     """A process group of one process."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    idist.initialize("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    idist.finalize()
 
 
 def make() -> DistributedDataParallel:

@@ -15,7 +15,7 @@ Example:
     >>> state = trainer.run([torch.ones(2, 4)] * 3, max_epochs=1)
     >>> newest = checkpoint.latest(directory)
     >>> checkpoint.verify(newest)  # raises if it is damaged
-    >>> checkpoint.consolidate(newest, f"{directory}/model.pt")
+    >>> written = checkpoint.consolidate(newest, f"{directory}/model.pt")
     >>> sorted(torch.load(f"{directory}/model.pt"))
     ['bias', 'weight']
     >>> checkpoint.load_weights(model, directory)  # for inference, or to begin another run with

@@ -35,6 +35,7 @@ _ENDED = "IGNITE_TRAIN_ENDED"  # a file that is there once the run has ended
 _HANG, _PATIENCE = "IGNITE_TRAIN_HANG_SECONDS", "IGNITE_TRAIN_PATIENCE_SECONDS"
 
 _logger = logging.getLogger("ignite_train")
+_WAITS_FOR_RANKS = True  # HangWatch looks for it in the file where a rank stands
 _CONNECT = timedelta(seconds=10)  # to the lighthouse
 _REBUILD = timedelta(seconds=5)  # for the members to find one another; one of them may have died meanwhile
 _HEARTBEAT = timedelta(milliseconds=100)

@@ -98,9 +98,10 @@ class TrainerAsEngine(Trainer):
         self._assert_allowed_event(event_name)
         self._fire_event(event_name, **event_kwargs)
 
-    def _fetch(self, batches: Any) -> Any:
-        group = super()._fetch(batches)
-        return group[0] if isinstance(group, (list, ArrivingGroup)) else group
+    def _note_fetched(self, group: Any, batches: Any) -> None:
+        super()._note_fetched(group, batches)
+        if isinstance(group, (list, ArrivingGroup)):
+            self.state.batch = group[0]
 
     def _batch(self) -> list[Any]:
         return [self.state.batch]
