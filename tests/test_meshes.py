@@ -33,6 +33,13 @@ FAST = {  # a few in which most is different
 }
 
 
+def _tier(case: tuple[str, str, int, str, float | None]) -> Any:
+    """Half of the cases are slow, in which each two settings meet; the others are nightly."""
+    _, optimizer, steps, cut, limit = case
+    is_slow = (optimizer == "SGD") ^ (steps == 1) ^ (cut == "ragged") ^ (limit is None)
+    return () if case in FAST else pytest.mark.slow if is_slow else pytest.mark.nightly
+
+
 @pytest.fixture(scope="module")
 def four() -> Iterator[Ranks]:
     with Ranks(4) as ranks:
@@ -41,7 +48,7 @@ def four() -> Iterator[Ranks]:
 
 @pytest.mark.parametrize(
     ("name", "optimizer", "steps", "cut", "limit"),
-    [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in CASES],
+    [pytest.param(*case, marks=_tier(case)) for case in CASES],
 )
 def test_cuts(four: Ranks, name: str, optimizer: str, steps: int, cut: str, limit: float | None) -> None:
     found = four.run(meshes.train, name, optimizer, steps, cut, limit)

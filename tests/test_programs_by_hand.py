@@ -140,8 +140,7 @@ def test_a_program_is_the_loop_by_hand_on_two_ranks(name: str) -> None:
         assert_equal_to_rounding(found, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ON_DEMAND)
+@pytest.mark.parametrize("name", [slow(name) if name in ("ppo", "bert", "dp_sgd") else nightly(name) for name in ON_DEMAND])
 def test_a_program_is_the_loop_by_hand_on_three_ranks(name: str) -> None:
     """Of which one has no micro-batch at all."""
     expected = by_hand(name, 6)
@@ -213,7 +212,7 @@ def test_a_program_that_failed_resumes_bitwise(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", [slow(name) if name in ("dcgan", "word_lstm", "sam", *ON_DEMAND) else nightly(name) for name in SCRIPTS]
+    "name", [slow(name) if name in ("dcgan", "word_lstm", "sam", "ppo", "bert") else nightly(name) for name in SCRIPTS]
 )
 def test_a_program_that_failed_resumes_bitwise_on_two_ranks(name: str, tmp_path: Path) -> None:
     """As above."""
