@@ -301,7 +301,7 @@ _border = st.sampled_from([0.0, 1.0, math.inf, math.nan, 1.7e308, 5e-324, 3.4e38
 def test_both_decisions_are_of_one_arithmetic(size, loss, norm, ranks, scale, clip):
     """Whatever the sums are, the device skips what the host skips, and divides by what the host divides by."""
     numbers = [torch.tensor(number, dtype=torch.float64) for number in (size, loss, norm, 0.0)]
-    rules = Rules(divisor=ranks, scales_loss=True, max_grad_norm=clip)
+    rules = Rules(averaged_over=ranks, scales_loss=True, max_grad_norm=clip)
     plain, divisor = decide_on_device(Reduced(*numbers), rules, scale)
     if not size < math.inf or scale * size == 0 < size:
         assert plain.item() == 0.0  # the host raises

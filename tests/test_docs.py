@@ -37,8 +37,12 @@ FOREIGN_FILES = {
 }
 FOREIGN_NAMES = {
     "DynamicLossScaler": "fairseq and DeepSpeed",
+    "FailureConfig": "Ray Train",
     "GradsHistHandler": "a logger of Ignite's, in a module that not each installation can import",
     "GradsScalarHandler": "another one",
+    "MixedPrecisionPolicy": "torch.distributed.fsdp",
+    "PyTorchJob": "Kubernetes",
+    "Shard": "a placement of torch.distributed.tensor",
 }
 ELSEWHERE = (
     builtins,

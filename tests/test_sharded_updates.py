@@ -273,7 +273,9 @@ def refusals() -> list[str]:
 
 @pytest.mark.slow
 def test_a_model_whose_gradients_would_not_be_the_mean_is_refused() -> None:
-    """Sharded over some of the ranks only, which then never hear of the others; or its gradients are not divided by them."""
+    """Sharded over some of the ranks only, which need not be fed the same; or its gradients are not divided by them."""
     for of_mesh, of_factor in run_ranks(refusals):
-        assert of_mesh.startswith("model must be sharded or replicated over all 2 ranks, got a mesh of 1; ")
+        assert of_mesh.startswith(
+            "data_dims must name the dimensions of the mesh over which samples differ, among 'replicas', "
+        )
         assert of_factor.startswith("model must have its gradients averaged over 2 ranks by fully_shard, got ")

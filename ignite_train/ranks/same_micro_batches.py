@@ -14,7 +14,7 @@ from ignite_train.errors import UnlikeMicroBatchesError
 from ignite_train.ranks.data_ranks import DataRanks
 from ignite_train.ranks.messages import Piggyback
 
-__all__ = ["SameMicroBatches"]
+__all__ = ["SameMicroBatches", "digest_of"]
 
 _MOST = 1024  # elements of a tensor that are looked at
 _PLAIN = (bool, int, float, str, bytes, type(None))

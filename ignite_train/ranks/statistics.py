@@ -18,7 +18,7 @@ from ignite_train.forward import ForwardOutput
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback, RankRequests
 
-__all__ = ["Reduced", "Statistics", "Totals"]
+__all__ = ["Ranks", "Reduced", "Statistics", "Totals"]
 
 _WAITS_FOR_RANKS = True  # HangWatch looks for it in the file where a rank stands
 
