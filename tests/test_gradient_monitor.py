@@ -260,9 +260,8 @@ def test_the_edges_of_a_histogram_are_powers_of_two() -> None:
 def _on_this_rank(kind: str) -> Any:
     model: nn.Module = net()
     if kind in ("fsdp", "both"):
-        whole = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copy", "shard"))
-        mesh = whole["copy"]
-        copied = whole if kind == "both" else mesh
+        mesh = init_device_mesh("cpu", (2,))
+        copied = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copy", "shard")) if kind == "both" else mesh
         for layer, its_mesh in ((model.block, copied), (model.head, mesh)):
             fully_shard(layer, mesh=its_mesh)  # type: ignore[arg-type]
         fully_shard(model, mesh=mesh)

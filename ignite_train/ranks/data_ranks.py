@@ -83,10 +83,10 @@ def data_ranks_of(model: nn.Module, data_dims: Sequence[str] | None, *, all_diff
                 "have samples of their own"
             )
         return DataRanks.all_ranks()
-    mesh = _common_root(sharded, data_dims or ())
-    names = names_of(mesh)
     if data_dims is None and all_differ:
         return DataRanks.all_ranks()
+    mesh = _common_root(sharded, data_dims or ())
+    names = names_of(mesh)
     if data_dims is None:
         raise ValueError(
             f"data_dims must name the dimensions of the mesh over which samples differ, among {', '.join(map(repr, names))}, "
