@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from ignite_train.ranks import collectives
+from ignite_train.ranks.data_ranks import share_of
 from ignite_train.ranks.members import Members
 
 __all__ = ["Dealing", "ElasticDealing"]
@@ -13,21 +16,27 @@ __all__ = ["Dealing", "ElasticDealing"]
 class Dealing:
     """To the ranks of the process group, which are the same in the whole run.
 
+    Args:
+        mesh: the dimensions of a device mesh over which samples differ; None: each rank gets its own.
+
     Attributes:
         again: whether samples can be dealt again within an epoch.
     """
 
     again = False
 
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self._mesh = mesh
+
     @property
     def rank(self) -> int:
         """Who this process is among those that get samples."""
-        return collectives.rank()
+        return share_of(self._mesh)[0]
 
     @property
     def size(self) -> int:
         """How many get samples."""
-        return collectives.world_size()
+        return share_of(self._mesh)[1]
 
     def lengths(self, own: Callable[[], int | None]) -> list[int]:
         """How many micro-batches each of them has, -1 where it is unknown. Collective, unless samples can be dealt again.
@@ -52,6 +61,7 @@ class ElasticDealing(Dealing):
     again = True
 
     def __init__(self, members: Members) -> None:
+        super().__init__()
         self._members = members
         self._rank: int | None = None  # of the member whose share is looked at
 

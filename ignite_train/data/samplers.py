@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, Sampler
 from ignite_train.arguments import describe, whole_number
 from ignite_train.data.dealing import Dealing
 from ignite_train.data.epoch_order import Order, epoch_order
-from ignite_train.ranks.data_ranks import share_of
 
 __all__ = ["HasEpoch", "ShardedSampler", "samplers_of", "set_epoch"]
 
@@ -93,8 +92,7 @@ class ShardedSampler(Sampler[int]):
         self._length, self._shuffle = len(dataset), shuffle
         self._seed = whole_number("seed", seed)
         self._epoch = self._start = 0
-        self._mesh = mesh
-        self.dealing: Dealing | None = None
+        self.dealing = Dealing(mesh)
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next pass; a trainer calls it."""
@@ -113,24 +111,21 @@ class ShardedSampler(Sampler[int]):
         return {"samples": self._length, "shuffle": self._shuffle, "seed": self._seed}
 
     def __repr__(self) -> str:
-        rank = "rank {} of {}".format(*self._share())
+        rank = f"rank {self.dealing.rank} of {self.dealing.size}"
         return f"{type(self).__name__}({self._length} samples, shuffle={self._shuffle}, seed={self._seed}, {rank})"
 
     def __len__(self) -> int:
-        rank, num_ranks = self._share()
+        rank, num_ranks = self.dealing.rank, self.dealing.size
         return len(range(self._start + rank, self._length, num_ranks))
 
     @property
     def num_shares(self) -> int:
         """Among how many ranks the samples are dealt out."""
-        return self._share()[1]
-
-    def _share(self) -> tuple[int, int]:
-        return share_of(self._mesh) if self.dealing is None else (self.dealing.rank, self.dealing.size)
+        return self.dealing.size
 
     def __iter__(self) -> Iterator[int]:
         start, self._start = self._start, 0
-        rank, num_ranks = self._share()
+        rank, num_ranks = self.dealing.rank, self.dealing.size
         positions = range(start + rank, self._length, num_ranks)
         return chain.from_iterable(_chunks(positions, self._order_of_epoch())) if self._shuffle else iter(positions)
 

@@ -17,7 +17,6 @@ from ignite_train.arguments import describe, one_of, positive_int, whole_number
 from ignite_train.data.dealing import Dealing
 from ignite_train.data.epoch_order import Order, epoch_order
 from ignite_train.ranks import collectives
-from ignite_train.ranks.data_ranks import share_of
 
 __all__ = ["TokenBudgetSampler"]
 
@@ -109,8 +108,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         self._first_batches = np.cumsum([0, *(bucket.num_batches for bucket in self._buckets)])  # of each bucket
         self.num_batches = int(self._first_batches[-1])
         self.epoch = self._start = 0
-        self._mesh = mesh
-        self.dealing: Dealing | None = None
+        self.dealing = Dealing(mesh)
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next pass; a trainer calls it."""
@@ -127,24 +125,21 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
     def __repr__(self) -> str:
         batches = f"{self.num_samples - self.num_skipped} samples in {self.num_batches} batches, max_tokens={self._max_tokens}"
-        rank = "rank {} of {}".format(*self._share())
+        rank = f"rank {self.dealing.rank} of {self.dealing.size}"
         return f"{type(self).__name__}({batches}, shuffle={self._shuffle}, seed={self._seed}, {rank})"
 
     def __len__(self) -> int:
-        rank, num_ranks = self._share()
+        rank, num_ranks = self.dealing.rank, self.dealing.size
         return len(range(self._start + rank, self.num_batches, num_ranks))
 
     @property
     def num_shares(self) -> int:
         """Among how many ranks the batches are dealt out."""
-        return self._share()[1]
-
-    def _share(self) -> tuple[int, int]:
-        return share_of(self._mesh) if self.dealing is None else (self.dealing.rank, self.dealing.size)
+        return self.dealing.size
 
     def __iter__(self) -> Iterator[list[int]]:
         start, self._start = self._start, 0
-        rank, num_ranks = self._share()
+        rank, num_ranks = self.dealing.rank, self.dealing.size
         return self._batches(range(start + rank, self.num_batches, num_ranks), self.epoch)
 
     def _batches(self, positions: range, epoch: int) -> Iterator[list[int]]:
