@@ -35,7 +35,7 @@ from ignite_train.model.optimizers import parts_as_optimizers
 from ignite_train.model.precision import refuse_cached_autocast
 from ignite_train.other_words import refuse_arguments, refuse_attribute
 from ignite_train.ranks import collectives
-from ignite_train.ranks.messages import Outgoing, Piggyback, RankRequests
+from ignite_train.ranks.messages import Piggyback, RankRequests
 from ignite_train.state import TrainState, UpdateOutput
 
 __all__ = ["DefaultHandler", "Moments", "OutputTransform", "Process", "Trainer"]
@@ -55,6 +55,9 @@ class Process(Protocol):
 
     def __call__(self, trainer: Trainer, micro_batches: Sequence[Any]) -> Any:
         """Does one update, and returns what becomes `state.output`."""
+
+    def choose(self, trainer: Trainer) -> None:
+        """Chooses what the handlers that are attached need. Called whenever others are."""
 
     def instead(self, forward: Forward | None, name: str | None) -> AbstractContextManager[None]:
         """Within it an update runs another forward, if one is given, and its record has a name."""
@@ -112,6 +115,8 @@ class Trainer(Loop):
         config: how the trainer was made, in plain types: accumulation steps, limit of the norm, precision, reduction, seed. It
             stands in each checkpoint and in TensorBoard. A handler may add what it was made with.
         piggybacks: handlers whose numbers travel with the statistics of each update; the same on all ranks, in one order.
+        requests: what this rank asks of all ranks with these numbers.
+        output_transform: makes `state.output` of the record of an update; None: it is the record.
     """
 
     state: TrainState
@@ -140,9 +145,10 @@ class Trainer(Loop):
         self.resume_with: Callable[[str | Path], AbstractContextManager[None]] | None = None  # of a `Checkpoint`
         self.default_handlers: list[DefaultHandler] = []  # attached by default and not by the user
         self.data = RunData(grouping, self.state, self.progress, lambda: this.fire_event(Events.DATALOADER_STOP_ITERATION))
-        self._output_transform = output_transform
+        self.output_transform = output_transform
         self._has_one_rank = collectives.world_size() == 1  # asked once
         self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
+        self._handlers_changed()
 
     @property
     def model(self) -> nn.Module:
@@ -227,7 +233,7 @@ class Trainer(Loop):
             is_renewed = self.has_handlers(Events.DATALOADER_STOP_ITERATION)  # by a handler that puts another iterator there
             self.data.refuse_used_iterator(loader, None if is_renewed else limits[0])
             state.max_epochs, state.max_iters = limits
-            self.requests = RankRequests(stop_epoch=self.progress.epoch_open and self.requests.stop_epoch)
+            self.requests.begin(stop_epoch=self.progress.epoch_open and self.requests.stop_epoch)
             try:
                 super().run(loader)
             finally:
@@ -268,7 +274,8 @@ class Trainer(Loop):
             self._refuse_open_epoch("session was opened")
             state.max_epochs = None
             state.max_iters = state.max_iters if max_iters is None else checked_limits(state, None, max_iters)[1]
-            self.requests, self.data.stream = RankRequests(), None
+            self.requests.begin()
+            self.data.stream = None
             with super().session():
                 yield state
 
@@ -461,7 +468,7 @@ class Trainer(Loop):
     def publish(self, output: UpdateOutput) -> None:
         """Puts the record of an update, and what the output transform makes of it, into the state."""
         self.state.update_output = output
-        self.state.output = output if self._output_transform is None else self._output_transform(output)
+        self.state.output = output if self.output_transform is None else self.output_transform(output)
 
     def amend(self, output: UpdateOutput) -> UpdateOutput:
         """Replaces the record that was published; the output transform is called once an update, and not again."""
@@ -636,7 +643,8 @@ class Trainer(Loop):
             setattr(self.state, key, state_dict[key])
         self.progress.epoch_iteration, self.progress.ended = state_dict["epoch_iteration"], bool(state_dict["ended"])
         self.progress.epoch_open = self.progress.epoch_iteration > 0
-        self.should_terminate_single_epoch, self.requests = stops, RankRequests(stop_epoch=bool(stops_everywhere))
+        self.should_terminate_single_epoch = stops
+        self.requests.begin(stop_epoch=bool(stops_everywhere))
         self.state.epoch = state_dict["epochs_completed"] + self.progress.epoch_open
 
     def register_events(self, *event_names: Any, event_to_attr: Mapping[Any, str] | None = None) -> None:
@@ -670,10 +678,10 @@ class Trainer(Loop):
             )
         return super().add_event_handler(event_name, handler, *args, **kwargs)
 
-    def outgoing(self) -> Outgoing:
-        """What this rank sends with the statistics of the running update."""
+    def _handlers_changed(self) -> None:
+        """Has the update choose once, and not in each update, what it does for the handlers that there are."""
         self.requests.changes_gradients = self.has_handlers(_GRADIENTS_REDUCED)
-        return Outgoing(self.requests, self.piggybacks)
+        self.process.choose(self)
 
     # --- what the loop asks -----------------------------------------------------------------------------------------------
 

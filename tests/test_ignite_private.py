@@ -88,12 +88,6 @@ def assert_allowed_event() -> bool:
     return seen == [Events.STARTED]
 
 
-def process_function() -> bool:
-    """`Engine._process_function` is the function that the engine was made with."""
-    function = lambda engine, batch: None  # noqa: E731
-    return Engine(function)._process_function is function
-
-
 def update_attrs() -> bool:
     """`State._update_attrs()` gives the state an attribute for each counter in its `event_to_attr`."""
     state = State()
@@ -155,7 +149,6 @@ PARTS: dict[str, tuple[str, str, Callable[[], bool]]] = {
     "_parent": (r"\._parent\b", "engine/dispatch.py", parent),
     "_fire_event": (r"def _fire_event\b", "engine/dispatch.py", fire_event),
     "_assert_allowed_event": (r"\b_assert_allowed_event\b", "engine/dispatch.py", assert_allowed_event),
-    "_process_function": (r"\._process_function\b", "engine/dispatch.py", process_function),
     "_update_attrs": (r"\._update_attrs\b", "engine/dispatch.py", update_attrs),
     "_predictions": (r'"_predictions"', "evaluation/uneven_metrics.py", predictions),
     "_num_classes": (r'"_num_classes"', "evaluation/uneven_metrics.py", learnt_by_classification),

@@ -50,7 +50,7 @@ class QueuedStep(Cross):
     def read(self, trainer: Trainer, norm: float | Tensor | None) -> Totals:
         """Reads the update's numbers; the device may have made the step that belongs to them."""
         statistics, watch = self.statistics, self.watch
-        reduced = None if statistics.on_host else statistics.reduced(norm)
+        reduced = statistics.reduced(norm)
         if reduced is None or self._why_not_queued(trainer) is not None:
             return super().read(trainer, norm)
         rates = self.learning_rates.unknown()

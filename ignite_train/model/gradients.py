@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ignite_train.device.to_host import is_on_host
 from ignite_train.errors import GradientAccessError, NoGradientError
-from ignite_train.model.memory_layout import is_dense, sharing_memory
+from ignite_train.model.memory_layout import is_dense, share_memory, sharing_memory
 from ignite_train.model.optimizers import Optimizers
 from ignite_train.model.sparse_parameters import sparse_gradient_values, sparse_parameters
 
@@ -123,9 +123,9 @@ class Gradients:
         self._apart = existing
         if self._sparse or any(map(is_not, map(type, existing), _TENSOR)):
             existing = [gradient for gradient in existing if _is_plain(gradient)]
-        if not (sharing := sharing_memory(existing)):
+        if not share_memory(existing):
             return
-        copied = {id(existing[index]) for index in sharing}
+        copied = {id(existing[index]) for index in sharing_memory(existing)}
         for parameter in self.parameters():
             if parameter.grad is not None and id(parameter.grad) in copied:
                 parameter.grad = parameter.grad.clone()
@@ -248,7 +248,8 @@ class Gradients:
             # of shards the memory: torch multiplies no DTensors of several meshes, or beside plain tensors, in one call
             existing = [one.to_local() if isinstance(one, DTensor) else one for one in existing]
         as_tensor = plain and self.kinds == _FLOAT32_ON_HOST
-        for part in _factors(factor) if existing else ():
+        parts = [factor] if _SMALLEST <= abs(factor) <= _LARGEST else _factors(factor)
+        for part in parts if existing else ():
             torch._foreach_mul_(existing, torch.from_numpy(np.asarray(part, dtype=np.float32)) if as_tensor else part)
 
     def name(self, parameter: nn.Parameter) -> str:
@@ -352,7 +353,7 @@ def _length(kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]]) -> floa
     for (device, dtype), gradients in kinds.items():
         wide = None if dtype in _WIDE or dtype.is_complex else torch.float32
         if is_on_host(device):
-            left, tables = _cut(gradients)
+            left, tables = (gradients, []) if max(map(Tensor.numel, gradients)) < _CUT else _cut(gradients)
             for table in tables:
                 on_host += torch.linalg.vector_norm(table, dim=1, dtype=wide).tolist()
             on_host += map(Tensor.item, torch._foreach_norm(left, 2.0, dtype=wide))
@@ -392,8 +393,6 @@ def _cut(gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     The rows of a table are read by as many threads as there are; `_foreach_norm` reads with one. As the rows are always the
     same, the sum is too, whatever the number of threads.
     """
-    if max(map(Tensor.numel, gradients)) < _CUT:
-        return gradients, []
     left, tables = [], []
     for gradient in gradients:
         part = gradient

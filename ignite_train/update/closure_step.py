@@ -122,7 +122,7 @@ class ClosureStep:
             ValueError: forward has written into a micro-batch.
         """
         # other requests, and checks, travel with the first evaluation
-        outgoing = Outgoing(RankRequests(changes_gradients=trainer.outgoing().requests.changes_gradients), ())
+        outgoing = Outgoing(RankRequests(changes_gradients=trainer.requests.changes_gradients), ())
         self._stepped |= {id(one): one for one in self._gradients.parameters() if one.grad is not None}
         self._gradients.clear()
         is_written = written_into([*micro_batches])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ignite_train.model.gradients import Gradients, may_trust_norm
+from ignite_train.model.gradients import SMALLEST_NORM, Gradients, may_trust_norm
 from ignite_train.model.learning_rates import LearningRates
 from ignite_train.model.seeding import Seeding
 from ignite_train.model.step_watch import StepWatch
@@ -53,13 +54,14 @@ class Cross:
             self.seeding.step()
         for callback in trainer.moments.before_norm:
             callback(trainer)
-        totals = self.read(trainer, self.crossing.finish(trainer.outgoing(), self.statistics, self.gradients))
-        return totals if self.watch.entered else self._with_norm(totals)
+        outgoing = Outgoing(trainer.requests, trainer.piggybacks)
+        norm = self.crossing.finish(outgoing, self.statistics, self.gradients)
+        totals = self.statistics.finish(norm) if self.statistics.on_host else self.read(trainer, norm)
+        is_known = SMALLEST_NORM <= totals.norm < math.inf or self.watch.entered
+        return totals if is_known else self._with_norm(totals)
 
     def read(self, trainer: Trainer, norm: float | Tensor | None) -> Totals:  # noqa: ARG002  # an acceleration asks it
-        """Reads the numbers, whose `norm` the reduction has given, in one transfer."""
-        if self.statistics.on_host:
-            return self.statistics.finish(norm)
+        """Reads the numbers, whose `norm` the reduction has given, from the device in one transfer."""
         self.statistics.send(norm, self.learning_rates.unknown())
         totals = self.statistics.finish(norm)
         self.learning_rates.learn(totals.more)

@@ -51,7 +51,6 @@ class Gather:
     num_placeholders: int = 0
     _seeding: Seeding | None = field(init=False)
     _guard: HandlerGuard = field(init=False)
-    _chosen_by: object = None  # the token of the handlers for which the flag below was chosen
     _is_guarded: bool = False  # whether an event has handlers that must not change gradients, so that these are compared
 
     def __post_init__(self) -> None:
@@ -76,22 +75,23 @@ class Gather:
                     with _NOTHING if recovery is None else recovery.attempt(part):
                         state.forward_output = passes.forward(part)  # held nowhere else, for its graph
                         self.statistics.add(state.forward_output)
-                        if self._is_guarded or trainer.handlers_token is not self._chosen_by:
-                            self._fire(trainer, _FORWARD_COMPLETED)
+                        if self._is_guarded:
+                            self._guard.fire(trainer, _FORWARD_COMPLETED)
                         if passes.transfer is not None and number < len(group):
                             # Asked for now, so that it is copied while backward runs.
                             passes.transfer.ahead(group[number])
                         trainer.begin_section("backward")
                         if last and not crossing.may_drop_micro_batches:
                             # All sums are known before backward. Sent now, they arrive while it runs, ahead of its gradients.
-                            crossing.start(trainer.outgoing(), self.statistics, gradients, state.forward_output.loss)
+                            outgoing = Outgoing(trainer.requests, trainer.piggybacks)
+                            crossing.start(outgoing, self.statistics, gradients, state.forward_output.loss)
                         passes.run_backward(passes.scaled(state.forward_output.loss), **passes.backward_settings)
                         # The next backward adds to these gradients in place, which must not reach those of another parameter.
                         gradients.separate()
                         for callback in trainer.moments.on_backward:
                             callback(state.forward_output)
-            if self._is_guarded or trainer.handlers_token is not self._chosen_by:
-                self._fire(trainer, _BACKWARD_COMPLETED)
+            if self._is_guarded:
+                self._guard.fire(trainer, _BACKWARD_COMPLETED)
             if passes.options.create_graph:
                 gradients.detach()
             state.forward_output = None
@@ -142,22 +142,14 @@ class Gather:
             self._run_placeholder(outgoing, last=number == 1)
 
     def choose(self, trainer: Trainer) -> None:
-        """Chooses what the handlers that are attached need. Asked again whenever others are."""
+        """Chooses what the handlers that are attached need. Called whenever others are."""
         self._is_guarded = trainer.has_handlers(_FORWARD_COMPLETED) or trainer.has_handlers(_BACKWARD_COMPLETED)
-        self._chosen_by = trainer.handlers_token
-
-    def _fire(self, trainer: Trainer, event: TrainEvents) -> None:
-        """Fires an event of a micro-batch, if there are handlers. They may have come since the update began."""
-        if trainer.handlers_token is not self._chosen_by:
-            self.choose(trainer)
-        if self._is_guarded:
-            self._guard.fire(trainer, event)
 
     def _take_part(self, trainer: Trainer) -> None:
         """In place of the micro-batches that this rank lacks."""
         for number in range(self.num_placeholders, 0, -1):
             trainer.begin_section("reduction")
-            self._run_placeholder(trainer.outgoing(), last=number == 1)
+            self._run_placeholder(Outgoing(trainer.requests, trainer.piggybacks), last=number == 1)
         if self.passes.awaits_size:
             self.passes.agree_on_scale(0.0)
 

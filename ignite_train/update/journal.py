@@ -8,10 +8,10 @@ from enum import Enum
 
 from torch import Tensor, nn
 
+from ignite_train.engine.progress import Progress
 from ignite_train.model.buffer_rollback import BufferRollback
 from ignite_train.model.step_watch import StepWatch
 from ignite_train.state import TrainState
-from ignite_train.trainer import Trainer
 from ignite_train.update.loss_scaling import LossScaling
 
 __all__ = ["COUNTED", "FINITE", "Buffers", "Counters", "End", "Ending", "Journal", "Part", "Scale"]
@@ -128,28 +128,23 @@ class Counters:
     """The counters of the trainer's state, and whether its iteration has had its effect. Nothing else counts steps.
 
     Attributes:
-        trainer: whose update is about to be marked. It is held no longer than the update runs.
+        progress: of the trainer, whose loop has marked the number of micro-batches before the update.
     """
 
     def __init__(self, state: TrainState, ending: Ending) -> None:
-        self._state, self._ending, self._before = state, ending, 0
-        self.trainer: Trainer | None = None
-
-    def mark(self) -> None:
-        """Remembers the number of micro-batches."""
-        self._before = self._state.num_micro_batches
+        self._state, self._ending, self.progress = state, ending, Progress()
 
     def keep(self) -> None:
         """Counts the update."""
-        trainer, self.trainer = self.trainer, None
-        assert trainer is not None  # noqa: S101  # the update has set it
-        trainer.progress.settled = True
-        self._state.num_steps += self._ending.applied
-        self._state.num_skipped += not self._ending.applied
+        self.progress.settled = True
+        if self._ending.applied:
+            self._state.num_steps += 1
+        else:
+            self._state.num_skipped += 1
 
     def put_back(self) -> None:
         """Forgets the micro-batches of an update that is repeated."""
-        self.trainer, self._state.num_micro_batches = None, self._before
+        self._state.num_micro_batches = self.progress.micro_batches_before
 
 
 class Buffers:

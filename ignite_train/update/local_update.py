@@ -136,7 +136,6 @@ class LocalUpdate(Update):
             self._warn_of_skipping_ranks(update)
         if own.skipped_reason is None:
             self.take_step(own, output)
-        self.gather.crossing.close(applied=own.skipped_reason is None)
         self._note_that_replicas_differ(trainer, applied=applied)
         end = End.STEPPED if own.skipped_reason is None else End.SKIPPED
         return End.NO_SAMPLES if own.skipped_reason == "no_samples" else end, applied

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -77,8 +78,9 @@ class Update:
     _gradient_changes: GradientChanges = field(init=False)
     _seeding: Seeding | None = field(init=False)
     _closure_step: ClosureStep | None = None
-    _chosen_by: object = None  # the token of the handlers for which the flag below was chosen
     _is_shown: bool = False  # whether GRADIENTS_READY has handlers
+    _sets_rates: bool = False  # whether the user's code runs between the record and the step
+    _parts_are_chosen: bool = False  # for the journal
 
     def __call__(self, trainer: Trainer, micro_batches: Sequence[Any]) -> Any:
         """Runs one update. Collective.
@@ -91,9 +93,8 @@ class Update:
             What the trainer's output transform has made of the update's record.
         """
         trainer.begin_section("forward")
-        if trainer.handlers_token is not self._chosen_by:
-            self._choose(trainer)
-        self._counters.trainer = trainer
+        if not self._parts_are_chosen:
+            self._choose_parts()
         with self.journal as journal:
             try:
                 if self._seeding is not None:  # here, where the journal gives the generators back
@@ -119,7 +120,7 @@ class Update:
 
     def decide(self, trainer: Trainer, totals: Totals) -> Decision:
         """Decides from reduced numbers only, so that all ranks decide alike; and again if handlers change the gradients."""
-        if totals.log_weights:
+        if totals.log_weights and self.gather.passes.terms is not None:
             self.gather.passes.terms.check(totals)
         # An acceleration has moved the parameters already, where nothing stands between.
         if not self.gather.gradients.kinds and totals.sample_size > 0 and not self.stepper.watch.entered:
@@ -141,14 +142,12 @@ class Update:
         trainer.publish(output)
         if totals.num_out_of_memory:
             trainer.fire_event(TrainEvents.OUT_OF_MEMORY)
-        if trainer.handlers_token is not self._chosen_by:  # some have come in this update
-            self._choose_events(trainer)
         if self._is_shown:
             with self.gather.passes.guard.readable(decision.mean_factor):
                 trainer.fire_event(_GRADIENTS_READY)
         else:
             trainer.fire_event(_GRADIENTS_READY)
-        if not self.stepper.watch.entered and (rates := self.learning_rates()) != output.learning_rates:
+        if self._sets_rates and not self.stepper.watch.entered and (rates := self.learning_rates()) != output.learning_rates:
             output = trainer.amend(replace(output, learning_rates=rates))
         return output
 
@@ -187,14 +186,16 @@ class Update:
             self.policy(trainer.state.iteration, micro_batches, self.gather.num_placeholders, output)
         if applied and not moved:
             self.take_step(decision, output)
-        self.gather.crossing.close(applied=applied)
+        if self.gather.crossing.learns_outcome:
+            self.gather.crossing.close(applied=applied)
         if applied:
             return End.STEPPED, True
         return End.NO_SAMPLES if output.skipped_reason == "no_samples" else End.SKIPPED, False
 
     def take_step(self, decision: Decision, output: UpdateOutput) -> None:
         """Moves the parameters along the gradients of this rank."""
-        self.learning_rates.check(output.learning_rates)
+        if not all(map(math.isfinite, output.learning_rates)):
+            raise self.learning_rates.error(output.learning_rates)
         if self._is_shown:
             self.gather.gradients.refuse_dropped()
         own = decision.clip_coefficients  # of each optimizer, where each has a limit of its own
@@ -209,22 +210,25 @@ class Update:
         output: UpdateOutput,
     ) -> UpdateOutput:
         """Lets the optimizer step and evaluate the loss again. An evaluation that is not finite makes it a skip."""
-        self.learning_rates.check(output.learning_rates)
+        if not all(map(math.isfinite, output.learning_rates)):
+            raise self.learning_rates.error(output.learning_rates)
         self.gather.gradients.refuse_dropped()
         after, number = closure_step(trainer, micro_batches, decision, output.sample_size)
         if after.skipped_reason is not None:
             output = replace(output, loss=after.loss, grad_norm=after.grad_norm, skipped_reason=after.skipped_reason)
         return trainer.amend(replace(output, num_evaluations=number))
 
-    def _choose(self, trainer: Trainer) -> None:
-        """Chooses what the handlers that are attached need. Asked again whenever others are."""
-        self._choose_events(trainer)
-        self.journal.choose(self._parts())
-        self._chosen_by = None if self.buffers.is_looking else trainer.handlers_token
-
-    def _choose_events(self, trainer: Trainer) -> None:
+    def choose(self, trainer: Trainer) -> None:
+        """See `Process`."""
+        self._counters.progress = trainer.progress
         self.gather.choose(trainer)
         self._is_shown = trainer.has_handlers(_GRADIENTS_READY)
+        shows = self._is_shown or trainer.has_handlers(TrainEvents.OUT_OF_MEMORY)
+        self._sets_rates = shows or trainer.output_transform is not None
+
+    def _choose_parts(self) -> None:
+        self.journal.choose(self._parts())
+        self._parts_are_chosen = not self.buffers.is_looking
 
     # --- the parts --------------------------------------------------------------------------------------------------------
 
@@ -268,7 +272,7 @@ class Update:
         carried, counters, scale = passes.carried, self._counters, self._scale
         cleared_at = frozenset(End) - ({End.STEPPED} if self.options.keep_gradients else set())
         parts = [
-            Part(kept_at=COUNTED, mark=counters.mark, keep=counters.keep, put_back=counters.put_back),
+            Part(kept_at=COUNTED, keep=counters.keep, put_back=counters.put_back),
             Part(mark=scale.mark, keep=scale.keep),
             Part(kept_at=FINITE, mark=carried.begin_update, keep=carried.end_update, put_back=carried.roll_back),
             self.buffers.part(),
@@ -279,8 +283,10 @@ class Update:
         if type(self.loss_scaling) is NoLossScaling:
             del parts[1]
         if self._seeding is not None:
-            return [*parts, Part(keep=self._seeding.end)]
-        return [*parts, Part(kept_at=COUNTED, mark=search.mark, put_back=search.put_back)]
+            parts.append(Part(keep=self._seeding.end))
+        elif search.may_mark:
+            parts.append(Part(kept_at=COUNTED, mark=search.mark, put_back=search.put_back))
+        return parts
 
     def _drop_leftovers(self) -> None:
         """Drops what an update needs only while it runs, and has dropped itself unless it was broken off."""
@@ -312,7 +318,7 @@ class Update:
     def mark_everything(self) -> None:
         """See `Process`."""
         self.buffers.are_marked = self.search.marks_always = True
-        self._chosen_by = None
+        self._parts_are_chosen = False
 
     @property
     def is_spoilt(self) -> bool:
