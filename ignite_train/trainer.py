@@ -19,9 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import check_state_dict, describe, positive_int
 from ignite_train.carried import Carried
-from ignite_train.data.arriving_group import ArrivingGroup
-from ignite_train.data.grouping import MicroBatchGrouping, MicroBatchPass
-from ignite_train.data.run_data import RunData
+from ignite_train.data.grouping import MicroBatchGrouping
+from ignite_train.data.run_data import RunData, known_size
 from ignite_train.engine.dispatch import Attachable, Stateful, add_counters
 from ignite_train.engine.ignite_state import from_ignite_state, is_ignite_state
 from ignite_train.engine.introduction import introduction
@@ -134,7 +133,7 @@ class Trainer(Loop):
         super().__init__(update)
         self.state = TrainState() if state is None else state
         this = weakref.proxy(self)
-        self.state.ask_for_progress(lambda: None if (done := this.progress.of_run(this.state)) is None else done.before)
+        self.state.ask(lambda: None if (done := this.progress.of_run(this.state)) is None else done.before, known_size)
         self.requests = RankRequests()
         self.piggybacks: list[Piggyback] = []
         self.moments = Moments()
@@ -144,7 +143,9 @@ class Trainer(Loop):
         self.config = dict(settings or {})
         self.resume_with: Callable[[str | Path], AbstractContextManager[None]] | None = None  # of a `Checkpoint`
         self.default_handlers: list[DefaultHandler] = []  # attached by default and not by the user
-        self.data = RunData(grouping, self.state, self.progress, lambda: this.fire_event(Events.DATALOADER_STOP_ITERATION))
+        self.data = RunData(
+            grouping, self.state, self.progress, self.requests, lambda: this.fire_event(Events.DATALOADER_STOP_ITERATION)
+        )
         self.output_transform = output_transform
         self._has_one_rank = collectives.world_size() == 1  # asked once
         self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
@@ -321,7 +322,7 @@ class Trainer(Loop):
         """
         if not isinstance(micro_batches, list):
             raise TypeError(f"micro_batches must be a list, got {describe(micro_batches)}; pass update([micro_batch])")
-        if any(micro_batch is None for micro_batch in micro_batches) and not self.data.grouping.none_is_empty:
+        if any(micro_batch is None for micro_batch in micro_batches) and not self.data.grouping.rules.none_is_empty:
             raise TypeError("micro_batches must not hold None; leave it out, since a rank without data passes update([])")
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name must be a string, or None, got {describe(name)}")
@@ -333,14 +334,14 @@ class Trainer(Loop):
     def _update_on(self, micro_batches: list[Any]) -> None:
         self._refuse_update()
         state, progress = self.state, self.progress
-        progress.micro_batches_before, state.batch = state.num_micro_batches, self.data.given(micro_batches)
+        state.batch = self.data.given(micro_batches)
         self.begin_section("handler")
         progress.updating = progress.iterating = True
         progress.settled = False
         state.iteration += 1
         try:
             self.fire_event(Events.ITERATION_STARTED)
-            self.process(self, self._batch())
+            self.process(self, self.data.batch(state.batch))
             progress.iterating = False
             self.fire_event(Events.ITERATION_COMPLETED)
         finally:
@@ -508,6 +509,7 @@ class Trainer(Loop):
         """How the time of this trainer's runs divides into sections, measured from the first time that this is asked for."""
         if self._sections is None:
             self._sections = sections = Sections()
+            self.data.waiting = partial(sections.within, "data")
             self.begin_section = sections.switch
             self.on_enter.insert(0, lambda _: sections.switch("handler"))
             self.on_exit.append(lambda: sections.switch(None))
@@ -685,17 +687,9 @@ class Trainer(Loop):
 
     # --- what the loop asks -----------------------------------------------------------------------------------------------
 
-    def _open(self, data: Any) -> MicroBatchPass:
-        return self.data.open(data)
-
-    def _keeps_open(self, batches: Any) -> bool:
-        return self.data.keeps_open(batches)
-
-    def _note_fetched(self, group: Any, batches: Any) -> None:
-        if self._sections is not None and type(group) is ArrivingGroup:  # an abstract class is asked slowly
-            group.waiting = partial(self._sections.within, "data")
-        self.data.fetched(group, batches)
-        self.requests.more_data, self.progress.micro_batches_before = batches.more, self.state.num_micro_batches
+    def _open(self, data: Any) -> RunData:
+        self.data.open(data)
+        return self.data
 
     def _take_back(self) -> None:
         super()._take_back()
@@ -709,9 +703,6 @@ class Trainer(Loop):
             self.data.epoch_closed()
         self.progress.data_ended &= self.data.stream is None  # a stream says itself when a pass has ended
         self.requests.stop_epoch = False  # what handlers of EPOCH_COMPLETED asked for is done already
-
-    def _batch(self) -> Sequence[Any]:
-        return self.data.group()
 
     def _take_up_stops(self, *, between_updates: bool = False) -> None:
         """Between two epochs, where a run is entered, and in a single process no update carries requests to other ranks."""

@@ -20,12 +20,13 @@ from torch.utils.data.distributed import DistributedSampler
 from ignite_train.arguments import describe, one_of, positive_int
 from ignite_train.data.description import length_of
 from ignite_train.data.fetch_thread import FetchThread
-from ignite_train.data.grouping import POLICIES, Uneven
+from ignite_train.data.grouping import POLICIES
+from ignite_train.data.micro_batch_pass import Uneven
 from ignite_train.data.position import open_loader
 from ignite_train.data.samplers import samplers_of
 from ignite_train.device.to_device import ToDevice
 from ignite_train.engine.limits import checked_loader
-from ignite_train.engine.loop import Loop
+from ignite_train.engine.loop import Batches, Loop
 from ignite_train.evaluation.uneven_metrics import metrics_published_at, uneven_metrics
 from ignite_train.forward import TERM, BoundForward, Forward, ForwardOutput, as_forward_output, bind_forward
 from ignite_train.model.forward_state import ForwardState
@@ -184,15 +185,13 @@ class Evaluator(Loop):
             self.state.metrics["loss"] = sum(self.state.metrics[name] for name in terms)
 
 
-class _Whole:
+class _Whole(Batches):
     """One pass over micro-batches, one at a time.
 
     Args:
         micro_batches: what is evaluated.
         opened: the pass over the loader that gives them.
     """
-
-    length: int | None = None
 
     def __init__(self, micro_batches: Iterator[Any], opened: Iterator[Any]) -> None:
         self._micro_batches, self._opened = micro_batches, opened

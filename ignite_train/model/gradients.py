@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
-from operator import attrgetter, is_, is_not
+from operator import add, attrgetter, gt, is_, is_not
 
 import numpy as np
 import torch
@@ -16,17 +16,27 @@ from torch.optim import Optimizer
 
 from ignite_train.device.to_host import is_on_host
 from ignite_train.errors import GradientAccessError, NoGradientError
-from ignite_train.model.memory_layout import is_dense, share_memory, sharing_memory
+from ignite_train.model.memory_layout import is_dense
 from ignite_train.model.optimizers import Optimizers
 from ignite_train.model.sparse_parameters import sparse_gradient_values, sparse_parameters
 
-__all__ = ["SMALLEST_NORM", "Gradients", "PartedGradients", "may_trust_norm", "no_gradient_error", "times"]
+__all__ = [
+    "SMALLEST_NORM",
+    "Gradients",
+    "PartedGradients",
+    "may_trust_norm",
+    "no_gradient_error",
+    "share_memory",
+    "sharing_memory",
+    "times",
+]
 
 SMALLEST_NORM = 2.0**-40  # below it squares that float32 cannot hold may be more than a rounding of their sum
 
 _ROW = 2**14  # elements that are squared and added up in one go; their float32 sum is good to 2e-7
 _GRADIENT, _DEVICE, _DTYPE = attrgetter("grad"), attrgetter("device"), attrgetter("dtype")
 _IS_ON_HOST = attrgetter("is_cpu")
+_START, _SIZE = Tensor.data_ptr, attrgetter("nbytes")
 _HOST = torch.device("cpu")
 _WIDE = {torch.float32, torch.float64}  # norms of narrower ones are added up in float32
 _FLOAT32_ON_HOST = {(_HOST, torch.float32)}
@@ -307,6 +317,31 @@ class PartedGradients(Gradients):
     def _note_parts(self) -> None:
         for part in self.parts.values():
             part.note_kinds()
+
+
+def sharing_memory(tensors: Sequence[Tensor]) -> list[int]:
+    """The indices of dense tensors that would have to be copied, so that no two of `tensors` share a byte."""
+    if not share_memory(tensors):
+        return []
+    found, end = list[int](), 0
+    for start, index in sorted([(tensor.data_ptr(), index) for index, tensor in enumerate(tensors)]):
+        if start < end:
+            found.append(index)
+        else:
+            end = start + tensors[index].nbytes
+    return found
+
+
+def share_memory(tensors: Iterable[Tensor]) -> bool:
+    """Whether two of them share a byte. It is asked in each update, so no line of Python runs for each tensor."""
+    tensors = [*tensors]
+    if len(tensors) < 2:
+        return False
+    starts = [*map(_START, tensors)]
+    # Apart from each other, as many of them end before one begins as have begun before it.
+    ends = sorted(map(add, starts, map(_SIZE, tensors)))
+    starts.sort()
+    return any(map(gt, ends, starts[1:]))
 
 
 def times(gradient: Tensor, factor: float) -> Tensor:

@@ -220,15 +220,15 @@ class _Watched:
         tensors: list[Tensor] = []
         for optimizer, parameters in zip(self._all, self._seen, strict=True):
             tensors += parameters
-            if not (states := optimizer.state):
-                continue
-            for parameter in parameters:
+            states = optimizer.state
+            for parameter in parameters if states else ():
                 entries = states.get(parameter)
-                if entries and (type(entries) is dict or isinstance(entries, Mapping)):  # the one is told faster
-                    # A comprehension would be a call of its own before Python 3.12.
-                    for entry in entries.values():
-                        if isinstance(entry, Tensor):
-                            tensors.append(entry)
+                if not entries or not (type(entries) is dict or isinstance(entries, Mapping)):  # the one is told faster
+                    continue
+                # A comprehension would be a call of its own before Python 3.12.
+                for entry in entries.values():
+                    if isinstance(entry, Tensor):
+                        tensors.append(entry)
         return tensors
 
     @torch.no_grad()

@@ -1,7 +1,8 @@
-"""Gather: forward and backward of each micro-batch of a group, whose gradients and sums add up on this rank."""
+"""Gather and cross: gradients and sums of a group add up on this rank, micro-batch by micro-batch, and then over the ranks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -9,14 +10,16 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.events import TrainEvents
-from ignite_train.model.gradients import Gradients
+from ignite_train.model.gradients import SMALLEST_NORM, Gradients, may_trust_norm
+from ignite_train.model.learning_rates import LearningRates
 from ignite_train.model.seeding import Seeding
 from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.messages import Outgoing
-from ignite_train.ranks.statistics import Statistics
+from ignite_train.ranks.statistics import Statistics, Totals
 from ignite_train.trainer import Trainer
 from ignite_train.update.forward_backward import ForwardBackward
 from ignite_train.update.handler_guard import HandlerGuard
@@ -32,13 +35,16 @@ _NOTHING = nullcontext()
 
 @dataclass(kw_only=True)
 class Gather:
-    """Adds up the gradients and the sums of a group. What overlaps the last backward begins to cross the ranks before it.
+    """Adds up the gradients and the sums of a group, and reduces them over the ranks.
+
+    What overlaps the last backward begins to cross the ranks before it.
 
     Attributes:
         passes: forward and backward of a micro-batch.
         crossing: how gradients cross ranks.
         statistics: adds up what forward returns.
         gradients: of the trainer's optimizers.
+        learning_rates: those that lie on the device are read in the same transfer as the sums.
         recovery: takes back what has run out of memory.
         num_placeholders: how often this rank takes part in the running update without a micro-batch.
     """
@@ -47,6 +53,7 @@ class Gather:
     crossing: Crossing
     statistics: Statistics
     gradients: Gradients
+    learning_rates: LearningRates
     recovery: RecoverFromOutOfMemory | None = None
     num_placeholders: int = 0
     _seeding: Seeding | None = field(init=False)
@@ -115,6 +122,37 @@ class Gather:
         if self._seeding is not None:
             self._seeding.micro_batch(index)
         trainer.fire_event(_MICRO_BATCH_STARTED)
+
+    def cross(self, trainer: Trainer) -> Totals:
+        """After the last backward: reduces what is left, and gives the numbers of the update over all ranks. Collective."""
+        trainer.begin_section("reduction")
+        if self._seeding is not None:
+            self._seeding.step()
+        for callback in trainer.moments.before_norm:
+            callback(trainer)
+        norm = self.crossing.finish(Outgoing(trainer.requests, trainer.piggybacks), self.statistics, self.gradients)
+        totals = self.statistics.finish(norm) if self.statistics.on_host else self.read(trainer, norm)
+        is_right = SMALLEST_NORM <= totals.norm < math.inf or totals.sample_size == 0
+        return totals if is_right else self._with_norm(totals)
+
+    def read(self, trainer: Trainer, norm: float | Tensor | None) -> Totals:  # noqa: ARG002  # an acceleration asks it
+        """Reads the numbers, whose `norm` the reduction has given, from the device in one transfer."""
+        self.statistics.send(norm, self.learning_rates.unknown())
+        totals = self.statistics.finish(norm)
+        self.learning_rates.learn(totals.more)
+        return totals
+
+    def _with_norm(self, totals: Totals) -> Totals:
+        """Takes a norm again that float32 cannot have added up, since the squares are too large or too small for it.
+
+        All ranks do so alike where the norm is a reduced one.
+        """
+        return totals._replace(norm=self.crossing.norm(self.gradients))
+
+    def cross_again(self, outgoing: Outgoing) -> Totals:
+        """Gives the numbers of another evaluation of the loss, after `again`. Collective; waits for the device."""
+        totals = self.statistics.finish(self.crossing.finish(outgoing, self.statistics, self.gradients))
+        return totals if may_trust_norm(totals.norm) or totals.sample_size == 0 else self._with_norm(totals)
 
     def again(self, outgoing: Outgoing, group: Sequence[Any], evaluation: int) -> None:
         """Adds up the group once more, in evaluation 1, 2, ... of its loss, without events and counters. Collective.

@@ -78,8 +78,8 @@ class LocalUpdate(Update):
 
     _own: _OwnDecision = field(init=False)
     _trainer: Trainer = field(init=False)
-    _is_warned: bool = False
-    _num_updates_apart: int = 0  # in which a rank that was not finite skipped alone
+    _is_warned: bool = field(init=False, default=False)
+    _num_updates_apart: int = field(init=False, default=0)  # in which a rank that was not finite skipped alone
 
     def join(self, trainer: Trainer) -> None:
         """Sends the decision of this rank with the statistics of `trainer`'s updates. To be called once, before the first."""
