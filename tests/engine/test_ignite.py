@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ignite_train import Trainer, TrainEvents, UpdateOptions, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint
-from tests.ranks import run_ranks
+from ranks import run_ranks
 
 EVENTS_OF_DATA = (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.DATALOADER_STOP_ITERATION)
 
