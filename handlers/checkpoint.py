@@ -18,9 +18,9 @@ from ignite_train.checkpoint.cadence import Cadence
 from ignite_train.checkpoint.capture import capture, handler_settings, plain_config, versions
 from ignite_train.checkpoint.directory import Contents, together
 from ignite_train.checkpoint.disk import refuse_other_systems
-from ignite_train.checkpoint.found import best
 from ignite_train.checkpoint.held_state import HeldState
 from ignite_train.checkpoint.manifest import Manifest, seal
+from ignite_train.checkpoint.read_checkpoint import best
 from ignite_train.checkpoint.resume import Resumption, log_how_exact
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.run_objects import SavedRun, checked_objects

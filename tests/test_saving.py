@@ -32,8 +32,7 @@ from ignite_train.checkpoint.directory import Contents
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.retention import Retention
-from ignite_train.checkpoint.shards import Box, Piece
-from ignite_train.checkpoint.tensor_files import Snapshot
+from ignite_train.checkpoint.tensor_files import Box, Piece, Snapshot
 from ignite_train.checkpoint.tree import TreeEncoder, decode, dtype_name
 from ignite_train.checkpoint.writer import CheckpointWriter
 from ignite_train.handlers import Checkpoint

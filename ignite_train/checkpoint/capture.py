@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from ignite_train.checkpoint.directory import Contents
 from ignite_train.checkpoint.manifest import compact_json
 from ignite_train.checkpoint.run_objects import RunObjects, SavedRun
-from ignite_train.checkpoint.shards import own_piece
 from ignite_train.checkpoint.state_rules import StateRules
+from ignite_train.checkpoint.tensor_files import own_piece
 from ignite_train.checkpoint.tree import TreeEncoder, path_name, tensors_in
 from ignite_train.engine.dispatch import Attachable, Stateful, attached
 from ignite_train.errors import CheckpointError

@@ -16,17 +16,16 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ignite_train.checkpoint.disk import Disk
-from ignite_train.checkpoint.file_record import FileRecord
 from ignite_train.checkpoint.lock import LOCK, DirectoryLock, writer_of
 from ignite_train.checkpoint.manifest import (
     MANIFEST,
     MAX_INDEX_BYTES,
     MAX_MARKS,
+    FileRecord,
     Manifest,
     UnusableCheckpoint,
     checkpoint_name,
@@ -40,8 +39,7 @@ from ignite_train.checkpoint.manifest import (
     seal,
 )
 from ignite_train.checkpoint.retention import Retention
-from ignite_train.checkpoint.shards import Piece
-from ignite_train.checkpoint.tensor_files import holds, write_tensors
+from ignite_train.checkpoint.tensor_files import Piece, write_tensors
 from ignite_train.errors import (
     CheckpointError,
     CheckpointFormatError,
@@ -51,7 +49,7 @@ from ignite_train.errors import (
 )
 from ignite_train.ranks import collectives
 
-__all__ = ["CheckpointDirectory", "Contents", "Exchange", "Written", "commit", "together", "try_out"]
+__all__ = ["CheckpointDirectory", "Contents", "Exchange", "commit", "together", "try_out"]
 
 _logger = logging.getLogger(__name__)
 _UNFINISHED, _REMOVED, _DAMAGED = ".unfinished-", ".removed-", "damaged-"
@@ -97,23 +95,6 @@ def together(exchange: Exchange, what: str, work: Callable[[], T]) -> list[T]:
     return [value for _, value in outcomes]
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The tensors of one rank in a checkpoint that is committed.
-
-    Attributes:
-        update: of the checkpoint.
-        path: the file.
-        record: of it.
-        notes: what the index says of each tensor.
-    """
-
-    update: int
-    path: Path
-    record: FileRecord
-    notes: dict[str, Any]
-
-
 class CheckpointDirectory:
     """A directory of checkpoints, as rank 0 keeps it.
 
@@ -123,14 +104,10 @@ class CheckpointDirectory:
         path: the directory.
         disk: the file system that it is on.
         lock: held while something is written; None where no other process writes.
-
-    Attributes:
-        written: what this rank has written to the checkpoint that was committed last.
     """
 
     def __init__(self, path: Path, disk: Disk, lock: DirectoryLock | None = None) -> None:
         self.path, self.disk, self.lock = path, disk, lock
-        self.written: Written | None = None
         self._being_removed: set[str] = set()  # by this process; a run that broke off may still do it beside the next
         self._manifests: dict[str, Manifest] = {}
         self._warned_about: set[str] = set()
@@ -335,15 +312,12 @@ def commit(
     Raises:
         CheckpointError: it failed, on all ranks alike. The older checkpoints are untouched.
     """
-    main, notes = collectives.is_main_rank(), dict[str, Any]()
+    main = collectives.is_main_rank()
     with _new_directory(directory, exchange) as unfinished:
-        write = partial(_write, directory, unfinished, contents, manifest.update, notes)
-        written = together(exchange, "writing a checkpoint", write)
+        written = together(exchange, "writing a checkpoint", lambda: _write(directory, unfinished, contents))
         whole = replace(manifest, files={name: record for files in written for name, record in files.items()})
         publish: Callable[[], str] = lambda: directory.publish(unfinished, whole) if main else ""  # noqa: E731
         name = together(exchange, "committing a checkpoint", publish)[0]
-    tensors = file_names(collectives.rank())[1]
-    directory.written = Written(manifest.update, directory.path / name / tensors, whole.files[tensors], notes)
     on_durable(directory.path / name)
     if main:
         directory.prune(retention)
@@ -377,24 +351,6 @@ def _new_directory(directory: CheckpointDirectory, exchange: Exchange) -> Iterat
         raise
 
 
-def _link(
-    directory: CheckpointDirectory, path: Path, contents: Contents, update: int
-) -> tuple[FileRecord, dict[str, Any]] | None:
-    """Gives the tensors of the checkpoint before a second name, if it is of the same update and they are the same.
-
-    So the last state of a run, which is saved at the end of an epoch and again when the run has ended, is written once. Returns
-    None if the file must be written.
-    """
-    before = directory.written
-    if before is None or before.update != update or not holds(before.path, before.record, before.notes, contents.pieces):
-        return None
-    try:
-        directory.disk.link(before.path, path)
-    except OSError:  # not every file system has links; writing the file again tells what else is wrong
-        return None
-    return before.record, before.notes
-
-
 def _write_page(directory: CheckpointDirectory, unfinished: str, contents: Contents) -> None:
     if contents.failure is not None:
         raise contents.failure
@@ -407,17 +363,13 @@ def _write_page(directory: CheckpointDirectory, unfinished: str, contents: Conte
         disk.close(descriptor)
 
 
-def _write(
-    directory: CheckpointDirectory, unfinished: str, contents: Contents, update: int, notes: dict[str, Any]
-) -> dict[str, FileRecord]:
-    """Writes this rank's files, and puts into `notes` what the index says of each tensor."""
+def _write(directory: CheckpointDirectory, unfinished: str, contents: Contents) -> dict[str, FileRecord]:
+    """Writes this rank's files."""
     if contents.failure is not None:
         raise contents.failure
     disk, path = directory.disk, directory.path / unfinished
     index_name, tensors_name = file_names(collectives.rank())
-    linked = _link(directory, path / tensors_name, contents, update)
-    record, of_tensors = linked or write_tensors(disk, path / tensors_name, contents.pieces)
-    notes |= of_tensors
+    record, notes = write_tensors(disk, path / tensors_name, contents.pieces)
     index = compact_json({"objects": contents.trees, "tensors": notes})
     if len(index) > MAX_INDEX_BYTES:
         raise CheckpointError(f"the state has {len(index)} bytes beside its tensors, {MAX_INDEX_BYTES} at most; use tensors")

@@ -35,8 +35,7 @@ from ignite_train.checkpoint.state_rules import (
     schedule_options,
     stepping_part,
 )
-from ignite_train.checkpoint.tensor_classes import class_name, is_composed
-from ignite_train.checkpoint.tree import decode, dtype_name
+from ignite_train.checkpoint.tree import class_name, decode, dtype_name, is_composed
 from ignite_train.errors import CheckpointError
 from ignite_train.model.memory_layout import as_bytes
 from ignite_train.model.optimizers import GathersState, InnerState, has_own_form

@@ -14,7 +14,7 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ignite_train.checkpoint.tensor_classes import is_composed
+from ignite_train.checkpoint.tree import is_composed
 from ignite_train.engine.dispatch import Stateful, attached
 
 __all__ = ["HeldState"]

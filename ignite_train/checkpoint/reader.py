@@ -14,10 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ignite_train.checkpoint.manifest import MAX_INDEX_BYTES, checked_json, file_names, read_manifest, reading_error
-from ignite_train.checkpoint.shards import Box, assemble, check_cover, local_box
-from ignite_train.checkpoint.tensor_classes import ComposedTensor
-from ignite_train.checkpoint.tensor_files import Entry, TensorFile
-from ignite_train.checkpoint.tree import DTYPES, MAX_NODES, Composed, KeyPath, decode, path_name
+from ignite_train.checkpoint.tensor_files import Box, Entry, TensorFile, assemble, check_cover, local_box
+from ignite_train.checkpoint.tree import DTYPES, MAX_NODES, Composed, ComposedTensor, KeyPath, decode, path_name
 from ignite_train.errors import CheckpointError
 
 __all__ = ["CheckpointReader", "Like", "TensorClaim", "composed_claim"]
