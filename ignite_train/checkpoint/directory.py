@@ -15,7 +15,7 @@ import stat
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +33,7 @@ from ignite_train.checkpoint.manifest import (
     count_marks,
     file_names,
     is_checkpoint_name,
+    is_frozen_name,
     parse_manifest,
     printable,
     read_manifest,
@@ -49,7 +50,7 @@ from ignite_train.errors import (
 )
 from ignite_train.ranks import collectives
 
-__all__ = ["CheckpointDirectory", "Contents", "Exchange", "commit", "together", "try_out"]
+__all__ = ["CheckpointDirectory", "Contents", "Exchange", "FrozenFile", "commit", "together", "try_out"]
 
 _logger = logging.getLogger(__name__)
 _UNFINISHED, _REMOVED, _DAMAGED = ".unfinished-", ".removed-", "damaged-"
@@ -66,13 +67,37 @@ class Contents:
 
     Attributes:
         trees: its objects, by name, as trees of `tree.py`.
-        pieces: their tensors, or this rank's part of them, in the memory of the host.
+        pieces: their tensors, or this rank's part of them.
         failure: why this rank has nothing to write; all ranks then fail with it.
+        frozen: the tensors that lie in a file beside the checkpoint, which others refer to as well.
+        frozen_name: the name of that file, which stands for what is in it.
     """
 
     trees: dict[str, Any]
     pieces: dict[str, Piece]
     failure: CheckpointError | None = None
+    frozen: dict[str, Piece] = field(default_factory=dict)
+    frozen_name: str = ""
+
+    @property
+    def all_pieces(self) -> dict[str, Piece]:
+        """The tensors of both files."""
+        return {**self.pieces, **self.frozen}
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenFile:
+    """A file of frozen weights that this rank has written and the newest checkpoint refers to.
+
+    Attributes:
+        name: of it, in the directory of the checkpoints.
+        record: of it.
+        notes: what the index says of each tensor in it.
+    """
+
+    name: str
+    record: FileRecord
+    notes: dict[str, Any]
 
 
 def together(exchange: Exchange, what: str, work: Callable[[], T]) -> list[T]:
@@ -104,10 +129,14 @@ class CheckpointDirectory:
         path: the directory.
         disk: the file system that it is on.
         lock: held while something is written; None where no other process writes.
+
+    Attributes:
+        frozen: the frozen weights of this rank that need not be written again; None before the first.
     """
 
     def __init__(self, path: Path, disk: Disk, lock: DirectoryLock | None = None) -> None:
         self.path, self.disk, self.lock = path, disk, lock
+        self.frozen: FrozenFile | None = None
         self._being_removed: set[str] = set()  # by this process; a run that broke off may still do it beside the next
         self._manifests: dict[str, Manifest] = {}
         self._warned_about: set[str] = set()
@@ -207,8 +236,10 @@ class CheckpointDirectory:
     def publish(self, unfinished: str, manifest: Manifest) -> str:
         """Commits: the directory `unfinished`, with the files of all ranks in it, becomes a checkpoint. Returns its name."""
         directory = self.path / unfinished
+        written = self.disk.names(directory)
         for name, record in manifest.files.items():
-            if (directory / name).lstat().st_size != record.size:
+            place = self.path if is_frozen_name(name) and name not in written else directory
+            if (place / name).lstat().st_size != record.size:
                 raise CheckpointError(
                     f"{name} has another size here than on the rank that wrote it: all ranks must share {self.path}"
                 )
@@ -225,6 +256,10 @@ class CheckpointDirectory:
         while (name := checkpoint_name(manifest.update, copy)) in taken:
             copy += 1
         self._check_lock()
+        if frozen := [one for one in written if is_frozen_name(one)]:
+            for one in frozen:  # in place of an equal one, if there is one; a kill after this leaves one too many
+                self.disk.rename(directory / one, self.path / one)
+            self.disk.sync_directory(self.path)
         self.disk.rename(directory, self.path / name)
         self.disk.sync_directory(self.path)
         self._manifests[name] = manifest
@@ -264,6 +299,18 @@ class CheckpointDirectory:
                 self._warn_once(name, f"an old checkpoint could not be removed: {error}")
             finally:
                 self._being_removed.discard(removed)
+        self._remove_frozen()
+
+    def _remove_frozen(self) -> None:
+        """Removes the files of frozen weights that no checkpoint refers to."""
+        try:
+            found, failed = self.scan()
+            used = {name for _, manifest in found for name in manifest.files}
+            for name in self.disk.names(self.path) if not failed else ():  # one that cannot be read may refer to any
+                if is_frozen_name(name) and name not in used:
+                    self.disk.remove_tree(self.path / name)
+        except OSError as error:
+            self._warn_once("frozen", f"frozen weights that are not needed any more could not be removed: {error}")
 
     def set_aside(self, name: str) -> bool:
         """Renames a damaged checkpoint, so that no later start tries it again. Returns whether that was possible."""
@@ -315,9 +362,11 @@ def commit(
     main = collectives.is_main_rank()
     with _new_directory(directory, exchange) as unfinished:
         written = together(exchange, "writing a checkpoint", lambda: _write(directory, unfinished, contents))
-        whole = replace(manifest, files={name: record for files in written for name, record in files.items()})
+        frozen, directory.frozen = written[collectives.rank()][1], None
+        whole = replace(manifest, files={name: record for files, _ in written for name, record in files.items()})
         publish: Callable[[], str] = lambda: directory.publish(unfinished, whole) if main else ""  # noqa: E731
         name = together(exchange, "committing a checkpoint", publish)[0]
+    directory.frozen = frozen
     on_durable(directory.path / name)
     if main:
         directory.prune(retention)
@@ -363,17 +412,26 @@ def _write_page(directory: CheckpointDirectory, unfinished: str, contents: Conte
         disk.close(descriptor)
 
 
-def _write(directory: CheckpointDirectory, unfinished: str, contents: Contents) -> dict[str, FileRecord]:
-    """Writes this rank's files."""
+def _write(
+    directory: CheckpointDirectory, unfinished: str, contents: Contents
+) -> tuple[dict[str, FileRecord], FrozenFile | None]:
+    """Writes this rank's files, its frozen weights only if the newest checkpoint refers to others."""
     if contents.failure is not None:
         raise contents.failure
     disk, path = directory.disk, directory.path / unfinished
     index_name, tensors_name = file_names(collectives.rank())
     record, notes = write_tensors(disk, path / tensors_name, contents.pieces)
-    index = compact_json({"objects": contents.trees, "tensors": notes})
+    index_of, files, frozen = {"objects": contents.trees, "tensors": notes}, {tensors_name: record}, None
+    if contents.frozen_name:
+        frozen = directory.frozen
+        if frozen is None or frozen.name != contents.frozen_name:
+            frozen = FrozenFile(contents.frozen_name, *write_tensors(disk, path / contents.frozen_name, contents.frozen))
+        index_of["frozen"] = {"file": frozen.name, "tensors": frozen.notes}
+        files[frozen.name] = frozen.record
+    index = compact_json(index_of)
     if len(index) > MAX_INDEX_BYTES:
         raise CheckpointError(f"the state has {len(index)} bytes beside its tensors, {MAX_INDEX_BYTES} at most; use tensors")
     if count_marks(index) > MAX_MARKS:  # or else the reader would refuse it
         raise CheckpointError(f"the state has more than {MAX_MARKS} values beside the numbers in its tensors; use tensors")
     disk.write_file(path / index_name, iter([memoryview(index)]))
-    return {tensors_name: record, index_name: FileRecord(len(index), zlib.crc32(index))}
+    return {**files, index_name: FileRecord(len(index), zlib.crc32(index))}, frozen

@@ -31,13 +31,16 @@ __all__ = [
     "compact_json",
     "count_marks",
     "file_names",
+    "frozen_name",
     "is_checkpoint_name",
+    "is_frozen_name",
     "naming",
     "one_line",
     "open_regular",
     "parse_manifest",
     "printable",
     "read_manifest",
+    "read_regular",
     "reading_error",
     "seal",
 ]
@@ -54,6 +57,7 @@ _MAX_REASON_LENGTH = 500
 _NO_FORMAT = 10_000  # from here on a format is not taken for that of a newer version
 _NOT_AS_WRITTEN = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO}
 _HEAD = re.compile(rb'\{"crc32":"([0-9a-f]{8})","manifest":')
+_FROZEN = re.compile(r"frozen-[0-9a-f]{16}\.safetensors")
 _CHECKPOINT = re.compile(r"update-\d{8,12}(\.\d{1,6})?")
 
 
@@ -159,6 +163,16 @@ def file_names(rank: int) -> tuple[str, str]:
     return f"rank-{rank:05d}.json", f"rank-{rank:05d}.safetensors"
 
 
+def frozen_name(digest: int) -> str:
+    """The name of a file of frozen weights beside the checkpoints that refer to it, by a digest of what is in it."""
+    return f"frozen-{digest:016x}.safetensors"
+
+
+def is_frozen_name(name: str) -> bool:
+    """Whether a file with this name holds frozen weights."""
+    return _FROZEN.fullmatch(name) is not None
+
+
 def is_checkpoint_name(name: str) -> bool:
     """Whether a directory with this name should be a checkpoint."""
     return _CHECKPOINT.fullmatch(name) is not None
@@ -176,7 +190,7 @@ class Manifest:
         score: the metric that decides which are the best; None if the state was not evaluated.
         config: the user's configuration, as a tree of `tree.py`.
         versions: of the packages that wrote it.
-        files: each file beside the manifest.
+        files: each file beside the manifest, and those of frozen weights, which lie beside the checkpoint.
     """
 
     update: int
@@ -318,7 +332,7 @@ def _checked(values: Any) -> Manifest:
     if not isinstance(versions, dict) or not all(isinstance(version, str) for version in versions.values()):
         raise ValueError("its manifest has invalid versions")
     expected = {name for rank in range(fields["world_size"]) for name in file_names(rank)}
-    if not isinstance(files, dict) or set(files) != expected:
+    if not isinstance(files, dict) or {name for name in files if not is_frozen_name(name)} != expected:
         raise ValueError("its manifest does not list the two files of each rank")
     return Manifest(**{**fields, "files": {name: _checked_record(name, record) for name, record in files.items()}})
 

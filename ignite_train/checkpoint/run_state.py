@@ -190,7 +190,6 @@ class RunState:
             description=reader.outline("description"),
         )
         fit.check(str(reader.path), self._objects, self._rules)
-        fit.check_size(reader, self._objects)
         return fit
 
     def _let_script_win(self, name: str, optimizer: Optimizer) -> None:
@@ -281,7 +280,7 @@ def check_contents(contents: Contents, run: SavedRun, rules: StateRules) -> None
     """
     if contents.failure is not None:
         raise contents.failure
-    pieces, trees = contents.pieces, contents.trees
+    pieces, trees = contents.all_pieces, contents.trees
     if any(key not in pieces for tree in trees.values() for key in tensors_in(tree)) or not collectives.is_main_rank():
         return  # other ranks hold all of some tensor, or write the rest
 

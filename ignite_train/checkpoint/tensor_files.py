@@ -46,6 +46,8 @@ __all__ = [
 ]
 
 _CHUNK_BYTES = 16 * 2**20
+_FREE_BYTES = 2**28  # of memory that a file may ask for in any case
+_MOST_PER_BYTE = 16  # and for each byte that is on the disk: file systems compress, and copies leave out zeros
 _LENGTH_BYTES = 8  # of the length in front of the header
 _MAX_HEADER_BYTES = 100_000_000  # what the package safetensors reads
 _PLAIN = {
@@ -388,7 +390,7 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, record: FileRecord, notes: Mapping[str, Any]) -> None:
-        self._path, self._file = path, open_regular(path, record.size)
+        self._path, self._size, self._file = path, record.size, open_regular(path, record.size)
         try:
             header = self._read_header(record)
             self._begin = len(header)
@@ -415,18 +417,19 @@ class TensorFile:
         """Closes the file."""
         os.close(self._file)
 
-    @property
-    def bytes_on_disk(self) -> int:
-        """What the file takes there."""
-        return os.fstat(self._file).st_blocks * 512
-
     def read(self, name: str) -> Tensor:
         """The tensor of this name, on the CPU.
 
         Raises:
             ValueError: its bytes are not those that were written.
             OSError: they cannot be read.
+            CheckpointError: the file has holes, and so claims much more memory than it takes on the disk.
         """
+        on_disk = os.fstat(self._file).st_blocks * 512
+        if self._size > max(_FREE_BYTES, _MOST_PER_BYTE * on_disk):
+            raise CheckpointError(
+                f"{self._path} claims {self._size} bytes, and {on_disk} are on the disk; copy it without holes"
+            )
         entry, crc, position = self.entries[name], 0, 0
         tensor = entry.empty()
         for block in _blocks(tensor):
