@@ -603,7 +603,7 @@ def test_a_file_system_that_cannot_begin_is_no_error(tmp_path):
         (((1, 2), [3]), 5),
         ({"a": 1, (1, 2): [2.0, None]}, 8),
         ([1j], 3),
-        ({1, 2}, 2),
+        pytest.param({1, 2}, 2, id="a set"),
         (np.ones(3), 0),
     ],
     ids=str,

@@ -80,7 +80,7 @@ def _capture(run: SavedRun, rules: StateRules, generators: dict[str, Any]) -> Co
     own |= _handlers(objects, encoder, rules)
     tensors |= {name: own_piece(tensor, everything=True) for name, tensor in encoder.tensors.items()}
     pieces = {name: piece for name, piece in tensors.items() if piece is not None}
-    keys = _frozen_tensors(objects, trees) & pieces.keys() if rules.frozen_once else ()
+    keys = _frozen_tensors(objects, trees) & pieces.keys() if rules.frozen_once else set()
     frozen = {key: pieces.pop(key) for key in sorted(keys)}  # equal weights make equal files
     return Contents(own | written, pieces, frozen=frozen, frozen_name=_name_of_frozen(frozen))
 
@@ -116,9 +116,11 @@ def _frozen_tensors(objects: RunObjects, trees: Mapping[str, Any]) -> set[str]:
 
 def _name_of_frozen(frozen: Mapping[str, Piece]) -> str:
     """The name of the file of frozen weights of this rank, which another file has only if it is equal; empty without any."""
+    if not frozen:
+        return ""
     digests = _digests({key: piece.data for key, piece in frozen.items()})
     content = [[key, digests[key], *piece.box, piece.whole, piece.data.stride()] for key, piece in frozen.items()]
-    return frozen_name(content_digest(f"rank {collectives.rank()}", compact_json(content))) if frozen else ""
+    return frozen_name(content_digest(f"rank {collectives.rank()}", compact_json(content)))
 
 
 def _digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
