@@ -7,7 +7,7 @@ import inspect
 import logging
 import types
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,8 +15,8 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ignite_train.checkpoint.directory import Contents
 from ignite_train.checkpoint.run_objects import SavedModule, SavedRun
-from ignite_train.checkpoint.tensor_files import Piece
 from ignite_train.checkpoint.tree import is_composed
 from ignite_train.engine.dispatch import Stateful, attached
 
@@ -45,19 +45,19 @@ class HeldState:
             for tensor in tensors:
                 self._is_changed(tensor)
 
-    def warn(self, run: SavedRun, pieces: Mapping[str, Piece], leave_out: Sequence[str]) -> None:
+    def warn(self, run: SavedRun, contents: Contents, leave_out: Sequence[str]) -> None:
         """To be called when a checkpoint is taken.
 
         Args:
             run: whose handlers are looked at.
-            pieces: the tensors that are in the checkpoint.
+            contents: what is in the checkpoint.
             leave_out: names of classes that are not warned about.
         """
         known: set[int] | None = None  # looked up when it is needed, which is seldom
         for name, attribute, tensors in _held(run):
             changed = [tensor for tensor in tensors if self._is_changed(tensor)]
             if changed and known is None:
-                known = {_storage(piece.data) for piece in pieces.values()}
+                known = {_storage(piece.data) for piece in contents.all_pieces.values()}
                 modules = [entry.module for entry in run.objects().shared.values() if isinstance(entry, SavedModule)]
                 # Buffers of saved modules do not count either where they are not in the state.
                 known |= {_storage(tensor) for module in modules for tensor in _tensors(module)}

@@ -109,12 +109,10 @@ class SavedRun:
             if isinstance(entry, Attachable) and entry.same_on_all_ranks:
                 shared[name] = own.pop(name)
         shared = {name: SavedModule(entry) if isinstance(entry, nn.Module) else entry for name, entry in shared.items()}
-        return RunObjects(shared, own, self.trainers, self._apart())
-
-    def _apart(self) -> frozenset[str]:
-        """The models of replicas that train on their own, and that no handler makes equal: as many as there are ranks."""
+        # Replicas that train on their own, and that no handler makes equal, are as many models as there are ranks.
         trained = {"model": self.trainer} | {f"{name}/model": trainer for name, trainer in self.trainers.items()}
-        return frozenset(n for n, one in trained.items() if not one.replicas_are_equal and not one.moments.after_update)
+        apart = frozenset(n for n, one in trained.items() if not one.replicas_are_equal and not one.moments.after_update)
+        return RunObjects(shared, own, self.trainers, apart)
 
     def refuse_odd_optimizers(self) -> None:
         """Looks at the optimizers before the first batch: what cannot be loaded must not be saved.

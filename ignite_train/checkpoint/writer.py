@@ -168,7 +168,7 @@ class CheckpointWriter:
             frozen = {} if known else Snapshot().take(contents.frozen)  # copied once, so without memory that stays
             contents = replace(contents, pieces=self._snapshot.take(contents.pieces), frozen=frozen)
         else:
-            await_devices(contents.all_pieces)  # the thread that writes does not know the streams of this one
+            await_devices(contents.pieces | contents.frozen)  # the thread that writes does not know the streams of this one
         if self._is_held and self._thread is None:
             target = partial(_do, self._work, calm=self.asynchronous)
             thread = threading.Thread(target=target, name=_THREAD, daemon=True)
