@@ -52,7 +52,7 @@ def capture(run: SavedRun, rules: StateRules) -> Contents:
     try:
         return _capture(run, rules, generators)
     finally:
-        if before.has_moved():
+        if before.moved():
             before.restore()
 
 

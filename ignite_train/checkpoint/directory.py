@@ -304,10 +304,11 @@ class CheckpointDirectory:
     def _remove_frozen(self) -> None:
         """Removes the files of frozen weights that no checkpoint refers to."""
         try:
-            found, failed = self.scan()
+            present = [name for name in self.disk.names(self.path) if is_frozen_name(name)]
+            found, failed = self.scan() if present else ([], [])
             used = {name for _, manifest in found for name in manifest.files}
-            for name in self.disk.names(self.path) if not failed else ():  # one that cannot be read may refer to any
-                if is_frozen_name(name) and name not in used:
+            for name in present if not failed else ():  # one that cannot be read may refer to any
+                if name not in used:
                     self.disk.remove_tree(self.path / name)
         except OSError as error:
             self._warn_once("frozen", f"frozen weights that are not needed any more could not be removed: {error}")
@@ -362,11 +363,9 @@ def commit(
     main = collectives.is_main_rank()
     with _new_directory(directory, exchange) as unfinished:
         written = together(exchange, "writing a checkpoint", lambda: _write(directory, unfinished, contents))
-        frozen, directory.frozen = written[collectives.rank()][1], None
-        whole = replace(manifest, files={name: record for files, _ in written for name, record in files.items()})
+        whole = replace(manifest, files={name: record for files in written for name, record in files.items()})
         publish: Callable[[], str] = lambda: directory.publish(unfinished, whole) if main else ""  # noqa: E731
         name = together(exchange, "committing a checkpoint", publish)[0]
-    directory.frozen = frozen
     on_durable(directory.path / name)
     if main:
         directory.prune(retention)
@@ -395,6 +394,7 @@ def _new_directory(directory: CheckpointDirectory, exchange: Exchange) -> Iterat
     try:
         yield unfinished
     except BaseException:
+        directory.frozen = None  # it may have been in that directory
         if main:
             directory.abandon(unfinished)
         raise
@@ -412,20 +412,18 @@ def _write_page(directory: CheckpointDirectory, unfinished: str, contents: Conte
         disk.close(descriptor)
 
 
-def _write(
-    directory: CheckpointDirectory, unfinished: str, contents: Contents
-) -> tuple[dict[str, FileRecord], FrozenFile | None]:
+def _write(directory: CheckpointDirectory, unfinished: str, contents: Contents) -> dict[str, FileRecord]:
     """Writes this rank's files, its frozen weights only if the newest checkpoint refers to others."""
     if contents.failure is not None:
         raise contents.failure
     disk, path = directory.disk, directory.path / unfinished
     index_name, tensors_name = file_names(collectives.rank())
     record, notes = write_tensors(disk, path / tensors_name, contents.pieces)
-    index_of, files, frozen = {"objects": contents.trees, "tensors": notes}, {tensors_name: record}, None
+    index_of, files, frozen = {"objects": contents.trees, "tensors": notes}, {tensors_name: record}, directory.frozen
     if contents.frozen_name:
-        frozen = directory.frozen
         if frozen is None or frozen.name != contents.frozen_name:
-            frozen = FrozenFile(contents.frozen_name, *write_tensors(disk, path / contents.frozen_name, contents.frozen))
+            written = write_tensors(disk, path / contents.frozen_name, contents.frozen)
+            directory.frozen = frozen = FrozenFile(contents.frozen_name, *written)
         index_of["frozen"] = {"file": frozen.name, "tensors": frozen.notes}
         files[frozen.name] = frozen.record
     index = compact_json(index_of)
@@ -434,4 +432,4 @@ def _write(
     if count_marks(index) > MAX_MARKS:  # or else the reader would refuse it
         raise CheckpointError(f"the state has more than {MAX_MARKS} values beside the numbers in its tensors; use tensors")
     disk.write_file(path / index_name, iter([memoryview(index)]))
-    return {**files, index_name: FileRecord(len(index), zlib.crc32(index))}, frozen
+    return files | {index_name: FileRecord(len(index), zlib.crc32(index))}

@@ -178,36 +178,36 @@ class CheckpointReader:
         def tensor(key: str, path: KeyPath) -> Tensor:
             return met[key] if key in met else self._tensor(key, path, rank, like, met)
 
-        try:
+        with self._naming():
             return decode(self._part(rank).trees[name], (name,), tensor, partial(_composed, classes or {}))
-        except (ValueError, TypeError, OSError, KeyError) as error:
-            raise reading_error(self.path, error) from error
 
     def outline(self, name: str, *, rank: int = 0) -> Any:
         """An object's state with a `TensorClaim` in the place of each tensor: nothing is allocated for what a file claims."""
-        try:
+        with self._naming():
             return decode(self._part(rank).trees[name], (name,), partial(self._claim, rank), composed_claim)
-        except (ValueError, TypeError, OSError, KeyError) as error:
-            raise reading_error(self.path, error) from error
 
     def verify(self) -> None:
         """Reads every byte of it, and everything that was stored. Keeps no tensor in memory."""
         for rank in range(self.manifest.world_size):
             part = self._part(rank)
-            try:
+            with self._naming():
                 for key, file in part.tensors.items():
                     file.check(key)
                 for name, tree in part.trees.items():
                     decode(tree, (name,), partial(self._claim, rank), composed_claim)
-            except (ValueError, TypeError, OSError, KeyError) as error:
-                raise reading_error(self.path, error) from error
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """In it, what is wrong with the files becomes an error about this checkpoint."""
+        try:
+            yield
+        except (ValueError, TypeError, OSError, KeyError) as error:
+            raise reading_error(self.path, error) from error
 
     def _part(self, rank: int) -> _Part:
         if rank not in self._parts:
-            try:
+            with self._naming():
                 self._parts[rank] = self._open(rank)
-            except (ValueError, TypeError, OSError) as error:
-                raise reading_error(self.path, error) from error
         return self._parts[rank]
 
     def _open(self, rank: int) -> _Part:
