@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ignite_train.arguments import describe, path_of, positive_int
-from ignite_train.checkpoint.found import find
+from ignite_train.checkpoint.read_checkpoint import find
 from ignite_train.errors import CheckpointError
 from ignite_train.tools.inspection import verify
 from ignite_train.tools.load_weights import read_weights

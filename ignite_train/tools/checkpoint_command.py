@@ -24,7 +24,7 @@ import torch
 
 from ignite_train.checkpoint.directory import CheckpointDirectory
 from ignite_train.checkpoint.disk import Disk
-from ignite_train.checkpoint.found import find
+from ignite_train.checkpoint.read_checkpoint import find
 from ignite_train.errors import CheckpointError
 from ignite_train.tools.consolidate import consolidate
 from ignite_train.tools.distributed_checkpoint import is_distributed_checkpoint

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ignite_train.arguments import path_of
-from ignite_train.checkpoint.found import Found, best, find
 from ignite_train.checkpoint.manifest import MANIFEST
+from ignite_train.checkpoint.read_checkpoint import Found, best, find
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.errors import CheckpointError, DamagedCheckpointError
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ignite_train.arguments import describe, path_of
 from ignite_train.checkpoint.fits import check_tied, tied_names
-from ignite_train.checkpoint.manifest import MANIFEST
+from ignite_train.checkpoint.manifest import MANIFEST, is_frozen_name
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import SavedModule
 from ignite_train.errors import CheckpointError
@@ -112,7 +112,8 @@ def _hub_file(path: Path) -> Path | None:
     """
     if not path.is_dir() or (path / MANIFEST).exists():
         return None
-    found = next((sorted(some) for pattern in _HUB_FILES if (some := [*path.glob(pattern)])), [])
+    files = [one for one in sorted(path.iterdir()) if not is_frozen_name(one.name)]  # those lie beside checkpoints
+    found = next((some for pattern in _HUB_FILES if (some := [one for one in files if one.match(pattern)])), [])
     if len(found) > 1:
         raise CheckpointError(f"{path} has weights in {[one.name for one in found]}; pass the file that is to be loaded")
     return found[0] if found else None

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ignite_train.arguments import describe, one_of, path_of
 from ignite_train.checkpoint.disk import Disk
-from ignite_train.checkpoint.shards import Box, Piece
-from ignite_train.checkpoint.tensor_files import is_plain_dtype, write_tensors
+from ignite_train.checkpoint.tensor_files import Box, Piece, is_plain_dtype, write_tensors
 from ignite_train.errors import CheckpointError
 from ignite_train.tools.distributed_checkpoint import write_distributed_checkpoint
 

@@ -53,7 +53,6 @@ VOCABULARY = ("arguments", "carried", "errors", "events", "forward", "metrics", 
 # Files whose public names do not contain the name of the file: each is a collection, and is called what it collects.
 COLLECTIONS = {
     "ignite_train/arguments.py",
-    "ignite_train/checkpoint/shards.py",
     "ignite_train/data/description.py",
     "ignite_train/model/memory_layout.py",
     "ignite_train/protection.py",
