@@ -153,7 +153,7 @@ class Evaluator(Loop):
 
     def _close_epoch(self, started: float) -> None:
         self._publish()
-        with uneven_metrics(self):
+        with uneven_metrics(self, has_data=self.state.iteration > 0):
             super()._close_epoch(started)
 
     def _refuse_running_metrics(self, data: Iterable[Any]) -> None:
