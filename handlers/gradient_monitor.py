@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from ignite_train.arguments import positive_int
 from ignite_train.events import TrainEvents
 from ignite_train.kinds_of_handlers import Handler
+from ignite_train.model.averaged_tensors import local_tensors, plain_name
 from ignite_train.ranks import collectives
 from ignite_train.ranks.root_mesh import copies
 from ignite_train.trainer import Trainer
@@ -121,12 +122,12 @@ class GradientMonitor(Handler):
     def _before_step(self, trainer: Trainer) -> None:
         model = trainer.model
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()]
-        paths = [name.replace("_orig_mod.", "").split(".")[:-1] for name, _ in named]
+        paths = [plain_name(name).split(".")[:-1] for name, _ in named]
         self._layers = [".".join(path[: self.depth]) or "model" for path in paths]
         self._monitored = [parameter for _, parameter in named]
         with torch.no_grad():
-            weights = _local(self._monitored)
-            gradients = _local([_NONE.to(p.device, p.dtype) if p.grad is None else p.grad for p in self._monitored])
+            weights = local_tensors(self._monitored)
+            gradients = local_tensors(_NONE.to(p.device, p.dtype) if p.grad is None else p.grad for p in self._monitored)
             factor = trainer.process.mean_factor()
             self._found = [_norms(gradients) * factor, _norms(weights)]
             if self.with_histograms:
@@ -136,7 +137,7 @@ class GradientMonitor(Handler):
 
     def _after_step(self, trainer: Trainer) -> None:
         with torch.no_grad():
-            torch._foreach_sub_(self._weights, _local(self._monitored))
+            torch._foreach_sub_(self._weights, local_tensors(self._monitored))
             self._found.insert(2, _norms(self._weights))
         self._publish(trainer, self._fetch())
         self._end()
@@ -178,11 +179,6 @@ class GradientMonitor(Handler):
         for name, part in zip(names, found, strict=True):
             counts[name] = [a + b for a, b in zip(counts[name], part, strict=True)]
         return {name: Histogram(_EDGES, tuple(map(round, sums))) for name, sums in counts.items()}
-
-
-def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, or the shards of this rank, which share their memory."""
-    return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach() for tensor in tensors]
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:

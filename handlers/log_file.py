@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -52,7 +52,7 @@ class LogFile(RecordingHandler):
         self.path = path_of("path", path)
         directory_of("the directory of path", self.path.parent)
         self._file: BinaryIO | None = None  # opened when there is something to write
-        self._is_known = False  # whether the next two are those of the file: it was loaded, or written by this process
+        self._is_known = False  # whether the next two describe the file: it was loaded, or written by this process
         self._latest, self._lines = 0, 0  # the update of the latest lines, and how many they are
 
     def rows_at_end(self) -> list[tuple[str, str]]:
@@ -102,12 +102,11 @@ class LogFile(RecordingHandler):
         """See `RecordingHandler`."""
         return not self._is_known and self._has_lines()
 
-    def record(self, trainer: Trainer, names: tuple[str, ...], values: Sequence[float]) -> None:
+    def record(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
         """See `RecordingHandler`."""
         update = trainer.state.iteration
         if self._file is None:
             self._file = self._open()  # so that it is closed if this line cannot be written
-        numbers = dict(zip(names, values, strict=True))
         self._file = self._add(self._file, {"update": update, "epoch": trainer.state.epoch}, numbers)
         self._lines = self._lines + 1 if update == self._latest else 1
         self._latest = update

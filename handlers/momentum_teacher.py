@@ -15,7 +15,7 @@ from ignite_train.arguments import describe, real_number
 from ignite_train.engine.dispatch import attached
 from ignite_train.events import Event, TrainEvents
 from ignite_train.kinds_of_handlers import Handler
-from ignite_train.model.averaged_tensors import averaged_statistics, averaged_tensors, move_towards
+from ignite_train.model.averaged_tensors import averaged_statistics, averaged_tensors, move_towards, plain_name
 from ignite_train.model.optimizers import stepped_parameters
 from ignite_train.ranks import collectives
 from ignite_train.ranks.wrapping import unwrap
@@ -147,12 +147,12 @@ class MomentumTeacher(Handler):
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """The state of the teacher, under `"model"`."""
-        return {"model": {name.replace("_orig_mod.", ""): value for name, value in self.teacher.state_dict().items()}}
+        return {"model": {plain_name(name): value for name, value in self.teacher.state_dict().items()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores it."""
         saved = state_dict["model"]
-        self.teacher.load_state_dict({name: saved[name.replace("_orig_mod.", "")] for name in self.teacher.state_dict()})
+        self.teacher.load_state_dict({name: saved[plain_name(name)] for name in self.teacher.state_dict()})
 
 
 class _TeacherBuffers:
@@ -165,12 +165,12 @@ class _TeacherBuffers:
         """Does nothing: it is attached so that its state is saved."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {name.replace("_orig_mod.", ""): buffer for name, buffer in self._teacher.named_buffers()}
+        return {plain_name(name): buffer for name, buffer in self._teacher.named_buffers()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         with torch.no_grad():
             for name, buffer in self._teacher.named_buffers():
-                buffer.copy_(state_dict[name.replace("_orig_mod.", "")])
+                buffer.copy_(state_dict[plain_name(name)])
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

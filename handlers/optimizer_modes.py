@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ignite_train.arguments import describe
 from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.kinds_of_handlers import Handler
+from ignite_train.model.averaged_tensors import local_tensors
 from ignite_train.model.learning_rates import refuse_other_optimizer
 from ignite_train.trainer import Trainer
 
@@ -23,8 +23,8 @@ class OptimizerModes(Handler):
 
     Schedule-free optimizers (Defazio et al., The Road Less Scheduled) train at one point and are evaluated at another. Without
     these calls the score is that of the wrong weights, without an error. Going to the other point and back changes the last
-    bits of the weights; the handler puts those of training back, so that an evaluation leaves no trace. That needs memory for
-    a copy of them during the evaluation.
+    bits of the weights; the handler puts the bits of training back, so that an evaluation leaves no trace. That needs memory
+    for a copy of the weights during the evaluation.
 
     After training the optimizer is in its training mode, which checkpoints hold; call `optimizer.eval()` before you use the
     model or save it yourself.
@@ -91,6 +91,4 @@ class OptimizerModes(Handler):
             torch._foreach_copy_(self._weights(), kept)
 
     def _weights(self) -> list[Tensor]:
-        """Those of the optimizer, or the shards of this rank, which share their memory. To be called under `no_grad`."""
-        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
-        return [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+        return local_tensors(weight for group in self.optimizer.param_groups for weight in group["params"])

@@ -21,8 +21,8 @@ from ignite_train.arguments import describe, one_of
 from ignite_train.engine.dispatch import Attachable, stateful_handlers
 from ignite_train.engine.introduction import introduction
 from ignite_train.engine.loop import Loop
-from ignite_train.events import Event, every
-from ignite_train.kinds_of_handlers import Handler
+from ignite_train.events import Event
+from ignite_train.kinds_of_handlers import EVERY_50, Handler
 from ignite_train.metrics import PUBLISHED_METRICS, grouped_metrics, is_published_metric, single_metrics
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
@@ -90,7 +90,7 @@ class ProgressLog(Handler):
     def attach(
         self,
         trainer: Trainer,
-        event: Event = every(50, Events.ITERATION_COMPLETED, early=True),
+        event: Event = EVERY_50,
         *,
         evaluator: Engine | None = None,
         tag: str = "validation",
@@ -304,12 +304,12 @@ class _Shown:
     def __init__(self, unit: str) -> None:
         self.losses: frozenset[str] = frozenset()  # of trainers beside this one, which are shown as its own is
         self._unit = unit
-        self._constants: dict[str, float] = {}  # of the user, there since the start, and not changed so far
-        self._first_rate: float | None = None
+        # The learning rate and the user's own metrics, as they were at the start; NaN once they have changed.
+        self._constants: dict[str, float] = {}
         self._skipped = 0.0
 
     def start(self, metrics: Mapping[str, float]) -> None:
-        self._constants = {name: value for name, value in metrics.items() if not is_published_metric(name)}
+        self._constants |= {name: value for name, value in metrics.items() if not is_published_metric(name)}
         self._skipped = metrics.get("skipped", 0.0)
 
     def parts(self, metrics: Mapping[str, float]) -> dict[str, tuple[int, str]]:
@@ -324,7 +324,8 @@ class _Shown:
         rate, alarms = metrics.get("learning_rate", metrics.get("learning_rate/0")), self._alarms(metrics)
         if rate is not None:
             text = f"lr {_short(rate)}"
-            if rate != self._set_first_rate(rate):
+            self._constants.setdefault("learning_rate", rate)
+            if self._changes("learning_rate", rate):
                 parts["learning_rate"] = (2, text)
             elif not alarms:  # as blanks, so that nothing else is left out once it is shown
                 parts["learning_rate"] = (2, " " * len(text))
@@ -341,17 +342,11 @@ class _Shown:
             alarms["slowest_rank"] = (5, f"rank {metrics['slowest_rank']:g} is slow")
         return alarms
 
-    def _set_first_rate(self, rate: float) -> float | None:
-        if self._first_rate is None:
-            self._first_rate = rate
-        elif rate != self._first_rate:
-            self._first_rate = float("nan")  # it is shown from now on
-        return self._first_rate
-
     def _changes(self, name: str, value: float) -> bool:
+        """Whether the value is another one than at the start, or has been before."""
         if self._constants.get(name) == value:
             return False
-        self._constants.pop(name, None)
+        self._constants[name] = math.nan
         return True
 
 

@@ -22,6 +22,7 @@ from ignite_train.model.averaged_tensors import (
     local_tensors,
     move_towards,
     names_of_tensors,
+    plain_name,
 )
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
@@ -101,7 +102,7 @@ class AveragingHandler(Handler):
             raise RuntimeError("swapped_in() was called inside swapped_in(); leave the first `with` before the second")
         with torch.no_grad():
             self._take_over_statistics()
-            weights, averages = local_tensors(averaged_tensors(model)), local_tensors(self._averages)
+            weights, averages = local_tensors(averaged_tensors(model).values()), local_tensors(self._averages.values())
             kept = [weight.to(average.device, copy=True) for weight, average in zip(weights, averages, strict=True)]
             torch._foreach_copy_(weights, averages)
         self._is_swapped_in = True
@@ -110,7 +111,7 @@ class AveragingHandler(Handler):
         finally:
             self._is_swapped_in = False
             with torch.no_grad():
-                torch._foreach_copy_(local_tensors(averaged_tensors(model)), kept)
+                torch._foreach_copy_(local_tensors(averaged_tensors(model).values()), kept)
 
     def __call__(self) -> None:
         """Averages once.
@@ -130,12 +131,12 @@ class AveragingHandler(Handler):
         model = self._attached()
         names = {id(value): name for name, value in averaged_tensors(model).items()}
         averages = {name: self._averages[names[id(value)]] for name, value in names_of_tensors(model) if id(value) in names}
-        state = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}
+        state = {plain_name(name): value for name, value in model.state_dict().items()}
         return {"num_updates": self.num_updates, "model": {**state, **averages}}
 
     def paths_that_may_differ(self) -> list[tuple[str, ...]]:
         """Keys of averaged buffers: each rank averages its own running statistics, and rank 0's are evaluated."""
-        return [("model", name.replace("_orig_mod.", "")) for name, _ in self._attached().named_buffers()]
+        return [("model", plain_name(name)) for name, _ in self._attached().named_buffers()]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores the averages and their number.
@@ -155,8 +156,9 @@ class AveragingHandler(Handler):
     def begin_average(self) -> None:
         """Before the first averaging, the average is that of the weights now."""
         if self.num_updates == 0:
+            weights = averaged_tensors(self._attached())
             with torch.no_grad():
-                torch._foreach_copy_(local_tensors(self._averages), local_tensors(averaged_tensors(self._attached())))
+                torch._foreach_copy_(local_tensors(self._averages.values()), local_tensors(weights.values()))
 
     def _average(self, value: Tensor) -> Tensor:
         dtype = torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype

@@ -17,6 +17,7 @@ from ignite_train.checkpoint.manifest import MANIFEST
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import SavedModule
 from ignite_train.errors import CheckpointError
+from ignite_train.model.averaged_tensors import plain_name
 from ignite_train.ranks.wrapping import unwrap
 from ignite_train.tools.consolidate import read_entry
 from ignite_train.tools.distributed_checkpoint import is_distributed_checkpoint, read_distributed_checkpoint
@@ -173,7 +174,7 @@ def _has_names(state: Any) -> bool:
 
 def _plain_names(state: Iterable[str]) -> dict[str, str]:
     """The names in a state without what wrappers around the whole model, or parts of it, have added; by the names with it."""
-    names = {name: name.replace("_orig_mod.", "") for name in state}
+    names = {name: plain_name(name) for name in state}
     while names and all(name.startswith(_WRAPPER) for name in names.values()):
         names = {name: plain.removeprefix(_WRAPPER) for name, plain in names.items()}
     return names
