@@ -92,8 +92,8 @@ class MomentumTeacher(Handler):
         """Moves the teacher at `event`, before other handlers there. Collective.
 
         Raises:
-            ValueError: teacher and student do not have the same parameters, or only one of them is sharded, or the optimizer
-                has parameters of the teacher, or none of the student, or the teacher would be moved twice in each step.
+            ValueError: teacher and student differ in their parameters or in how they are sharded, or the optimizer has
+                parameters of the teacher, or none of the student, or the teacher would be moved twice in each step.
         """
         if any(isinstance(other, MomentumTeacher) and other.teacher is self.teacher for _, other, _ in attached(trainer)):
             raise ValueError("teacher must be attached once, got one that is attached already and would be moved twice")
@@ -122,7 +122,7 @@ class MomentumTeacher(Handler):
         return trainer.prepend_event_handler(event, self)
 
     def _warn_of_rounding(self) -> None:
-        """Says that a momentum near 1 moves a teacher in 16 bits by less than what it is rounded to, so that it stays."""
+        """Warns of a teacher in 16 bits: a momentum near 1 moves it by less than its rounding, so that it stays."""
         rounded = [name for name, value in self.teacher.named_parameters() if value.dtype in (torch.bfloat16, torch.float16)]
         if rounded and collectives.is_main_rank():
             kind = str(self.teacher.get_parameter(rounded[0]).dtype).removeprefix("torch.")
@@ -174,7 +174,7 @@ class _TeacherBuffers:
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """What must be equal for two tensors to be averaged."""
+    """The shape and the sharding, which two tensors must share to be averaged."""
     return (tensor.shape, tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else (tensor.shape,)
 
 

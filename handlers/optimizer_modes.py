@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,7 +61,6 @@ class OptimizerModes(Handler):
         if not isinstance(optimizer, Optimizer) or not {"train", "eval"} <= {*dir(optimizer)}:
             raise TypeError(f"optimizer must have train() and eval(), as schedule-free ones do, got {describe(optimizer)}")
         self.optimizer: Any = optimizer
-        self._kept: list[Tensor] | None = None
 
     def attach(self, trainer: Trainer, *, evaluator: Evaluator | None = None) -> None:
         """Changes the mode for each run of `trainer` and of `evaluator`, if there is one. Attach it once for each evaluator.
@@ -73,22 +74,20 @@ class OptimizerModes(Handler):
             raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
         trainer.on_enter.append(lambda _: self.optimizer.train())
         if evaluator is not None:
-            evaluator.on_enter.append(self._begin)
-            evaluator.on_exit.append(self._end)
+            evaluator.run_within(self._evaluating)
 
-    def _begin(self, _evaluator: Evaluator) -> None:
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """In this `with` the optimizer is in its eval mode; afterwards the weights have the bits that they had."""
         with torch.no_grad():
-            self._kept = [weight.clone() for weight in self._weights()]
+            kept = [weight.clone() for weight in self._weights()]
         self.optimizer.eval()
-
-    def _end(self) -> None:
-        """Back to training, with the bits that the weights had. Nothing if the evaluation did not begin."""
-        kept, self._kept = self._kept, None
-        if kept is None:
-            return
-        self.optimizer.train()
-        with torch.no_grad():
-            torch._foreach_copy_(self._weights(), kept)
+        try:
+            yield
+        finally:
+            self.optimizer.train()
+            with torch.no_grad():
+                torch._foreach_copy_(self._weights(), kept)
 
     def _weights(self) -> list[Tensor]:
         return local_tensors(weight for group in self.optimizer.param_groups for weight in group["params"])

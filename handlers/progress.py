@@ -201,7 +201,7 @@ class ProgressLog(Handler):
             bar.refresh()
 
     def _postfix(self, trainer: Trainer, now: float, room: float) -> str:
-        """What stands behind the bar, as far as there is room for it, in columns."""
+        """The text behind the bar, cut to `room` columns."""
         state, metrics = trainer.state, self._metrics(trainer)
         speed = metrics.get("updates_per_second", (state.iteration - self._begin) / max(now - self._started, 1e-9))
         to_go = metrics.get("time_to_go", ((_total(trainer) or 0) - state.iteration) / max(speed, 1e-9))
@@ -313,7 +313,7 @@ class _Shown:
         self._skipped = metrics.get("skipped", 0.0)
 
     def parts(self, metrics: Mapping[str, float]) -> dict[str, tuple[int, str]]:
-        """By name, in the order in which they are shown: how soon each is left out if there is no room, and its text."""
+        """By name, in the order in which they are shown: how soon each is left out where room is short, and its text."""
         own = [name for name, value in metrics.items() if not is_published_metric(name) and self._changes(name, value)]
         losses = [name for name in own if name in self.losses]
         others = [name for name in own if name not in self.losses]
@@ -418,7 +418,7 @@ def _clock(seconds: float) -> str:
 
 
 def _json(entries: Mapping[str, Any]) -> str:
-    """One line of JSON, which knows no NaN: what is not finite is written as a string."""
+    """A line of JSON, which knows no NaN: numbers that are not finite become strings."""
     return json.dumps({k: str(v) if isinstance(v, float) and v - v != 0 else v for k, v in entries.items()})
 
 

@@ -70,13 +70,13 @@ class StochasticWeightAveraging(AveragingHandler):
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """As `ModelEMA.swapped_in`."""
+        """Puts the average into the model, as `ModelEMA.swapped_in` does."""
         self.begin_average()
         with super().swapped_in():
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """As `ModelEMA.state_dict`."""
+        """The state in the form of `ModelEMA.state_dict`."""
         self.begin_average()
         return super().state_dict()
 

@@ -138,7 +138,7 @@ class TrainingMetrics(Handler):
         Args:
             trainer: the trainer.
             event: the end of each interval.
-            evaluator: whose time is `"evaluation_seconds"`, wherever it is run; for more of them see `watch`.
+            evaluator: whose time is `"evaluation_seconds"`, also where a handler runs it; for more evaluators see `watch`.
         """
         interval, self._sections, self._clock = self._in_interval(), trainer.sections, trainer.sections.seconds
         self._begin_interval(interval)
@@ -197,7 +197,7 @@ class TrainingMetrics(Handler):
         self._sums, self._logs, self._log_weights = dict.fromkeys(_SUMS, 0.0), {}, {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What was added up since the metrics were last published, and the time since training began."""
+        """The sums since the metrics were last published, and the time since training began."""
         return {
             "sums": dict(self._sums),
             "logs": dict(self._logs),
@@ -230,7 +230,7 @@ class TrainingMetrics(Handler):
         return {name: now - self._interval_began[name] for name, now in self._clock().items()}
 
     def _begin_interval(self, spent: Mapping[str, float]) -> None:
-        """Has the interval be one of which these seconds, by section, are over."""
+        """Begins an interval of which these seconds, by section, are over."""
         self._interval_began = {name: now - spent[name] for name, now in self._clock().items()}
 
     # --- what is added up -------------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ class TrainingMetrics(Handler):
     # --- what is published ------------------------------------------------------------------------------------------------
 
     def _means(self) -> dict[str, float]:
-        """The means over the applied updates: without one, those of updates that have a name."""
+        """The means over the applied updates, and over the updates that have a name, which may be the only ones."""
         sums, steps, found = self._sums, self._sums["steps"], dict[str, float]()
         samples = sums["sample_size"]
         if steps:

@@ -43,7 +43,7 @@ _MAX_EXPANDED = 32  # numbers of one metric that are shown apart
 _MAX_NAME = 200  # letters
 
 TIMED_METRICS = frozenset((*_SECONDS, *_MEMORY, *_OF_THE_CLOCK, *_WALLS))
-"""Those that depend on the clock or on the machine: two runs with the same bits differ in them."""
+"""Metrics that depend on the clock or on the machine: two runs with the same bits differ in them."""
 
 PUBLISHED_METRICS: Mapping[str, str] = {
     **dict.fromkeys(("loss", "loss_base2", "perplexity", "sample_size"), "train"),
@@ -51,7 +51,7 @@ PUBLISHED_METRICS: Mapping[str, str] = {
     **dict.fromkeys(("dead_layers", *_BY_LAYER), "layers"),
     **dict.fromkeys(("progress", *sorted(TIMED_METRICS)), "speed"),
 }
-"""What handlers and the evaluator publish in `state.metrics`, and the group of each."""
+"""The metrics that handlers and the evaluator publish in `state.metrics`, and the group of each."""
 
 _logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def score_in(metrics: Mapping[str, Any], score: str) -> float:
 def is_published_metric(name: str) -> bool:
     """Whether handlers publish a metric of this name.
 
-    That is one of `PUBLISHED_METRICS`, a number of one layer or of one parameter group, or a rate per second.
+    Those names are `PUBLISHED_METRICS`, numbers of a layer or of a parameter group, and rates per second.
     """
     is_one_of_several = name.startswith(("learning_rate/", "loss/")) or name.partition("/")[0] in ("learning_rate", *_BY_LAYER)
     return name in PUBLISHED_METRICS or is_one_of_several or name.endswith(_PER_SECOND)
@@ -180,7 +180,7 @@ def grouped_metrics(metrics: Mapping[str, Any], left_out: set[str], tag: str | N
     Args:
         metrics: by name.
         left_out: see `single_metrics`.
-        tag: the group of all of them, for those of an evaluator; None for those of the trainer, see `grouped_metric`.
+        tag: the group of an evaluator's metrics; None for the metrics of the trainer, see `grouped_metric`.
     """
     numbers = single_metrics(metrics, left_out)
     return {grouped_metric(name) if tag is None else f"{tag}/{name}": value for name, value in numbers.items()}

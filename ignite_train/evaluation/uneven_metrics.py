@@ -32,7 +32,7 @@ def uneven_metrics(engine: Engine, *, has_data: bool) -> Iterator[None]:
     """Within it, the metrics that `engine` publishes at EPOCH_COMPLETED are those of the samples of all ranks. Collective.
 
     Ignite's metrics reduce themselves when they compute, by collectives that need the same shape on each rank; a rank without
-    data has no shape, or raises an error while the others wait. Here the ranks with data compute as if there were no others,
+    data has no shape, or raises an error while the others wait. Here the ranks with data compute among themselves,
     tensors that they gather may differ in length, and a rank without data takes over what they have found. An error on one rank
     is raised on all. It costs one gathering of small objects for all metrics together, one for each, and one for each
     collective of a metric; nothing in a single process or without metrics.
@@ -63,7 +63,7 @@ def uneven_metrics(engine: Engine, *, has_data: bool) -> Iterator[None]:
 
 
 class _Together:
-    """In place of a metric's `compute`: that of the ranks with data, whose error on one rank is raised on all."""
+    """Stands in for a metric's `compute`: the ranks with data compute, and an error on one rank is raised on all."""
 
     def __init__(self, name: str, metric: Metric, ranks: list[int]) -> None:
         self._name, self._metric, self._compute, self._ranks = name, metric, metric.compute, ranks

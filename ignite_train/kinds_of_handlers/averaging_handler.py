@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -53,7 +53,6 @@ class AveragingHandler(Handler):
         self._model: nn.Module | None = None
         self._averages: dict[str, Tensor] = {}
         self._is_swapped_in = False
-        self._swaps: list[Any] = []  # of evaluations that are running
 
     def decay_in(self, number: int) -> float:
         """The weight of the average in averaging `number`, which is 1 for the first; in [0, 1)."""
@@ -85,14 +84,13 @@ class AveragingHandler(Handler):
         """
         if not isinstance(evaluator, Evaluator):
             raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
-        evaluator.on_enter.append(self._enter)
-        evaluator.on_exit.append(self._leave)
+        evaluator.run_within(lambda: self._swapped_for(evaluator.model))
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """In this `with` the model has the averaged weights; afterwards, bit by bit, its own. Needs memory for a copy of them.
 
-        The statistics of normalisation layers are those of rank 0 on all ranks, so it is collective where a model has them.
+        All ranks take the statistics of normalisation layers from rank 0, so it is collective where a model has them.
 
         Raises:
             RuntimeError: `attach` was not called, or the averages are swapped in already.
@@ -170,20 +168,14 @@ class AveragingHandler(Handler):
             for name in averaged_statistics(self._attached()):
                 collectives.broadcast(self._averages[name])
 
-    def _enter(self, evaluator: Evaluator) -> None:
+    def _swapped_for(self, evaluated: nn.Module) -> AbstractContextManager[None]:
         mine = {id(parameter) for parameter in self._attached().parameters()}
-        if not any(id(parameter) in mine for parameter in evaluator.model.parameters()):
+        if not any(id(parameter) in mine for parameter in evaluated.parameters()):
             raise ValueError(
                 "evaluator must evaluate the model that is trained, got one of another model; "
                 f"{type(self).__name__} swaps its weights"
             )
-        swap = self.swapped_in()
-        swap.__enter__()
-        self._swaps.append(swap)
-
-    def _leave(self) -> None:
-        while self._swaps:
-            self._swaps.pop().__exit__(None, None, None)
+        return self.swapped_in()
 
     def _attached(self) -> nn.Module:
         if self._model is None:

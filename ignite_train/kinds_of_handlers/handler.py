@@ -1,4 +1,4 @@
-"""What handlers are built on: those that attach themselves, and those whose numbers travel with the statistics."""
+"""Handlers that attach themselves, and handlers whose numbers travel with the statistics of an update."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NUMBERS = itertools.count(1)
 class Handler(Attachable):
     """A handler that is attached by `attach(trainer, ...)` and refuses to be put on an event by itself.
 
-    Most handlers need more than one event. On one of them alone they would do nothing, or only a part, without a warning. A
+    Most handlers need more than one event. On a single event they would do nothing, or only a part, without a warning. A
     derived class defines `attach`, whose arguments are checked before it is called.
     """
 
@@ -137,7 +137,7 @@ class PiggybackHandler(Handler, Piggyback):
         """Does nothing in later updates. All ranks call it alike."""
         self._handle.remove()
         if self in trainer.piggybacks:
-            # A new list: an update that is under way still needs the one whose numbers it has sent.
+            # A new list: an update that is under way still reads the list whose numbers it has sent.
             trainer.piggybacks = [piggyback for piggyback in trainer.piggybacks if piggyback is not self]
             trainer.remove_event_handler(self.settle, Events.COMPLETED)
 

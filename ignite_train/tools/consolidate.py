@@ -33,7 +33,7 @@ def consolidate(
 ) -> Format:
     """Writes the model of a checkpoint, assembled from its shards, as one plain state_dict.
 
-    A file appears whole or not at all, and replaces one of that name.
+    A file appears whole or not at all, and replaces a file of that name.
 
     Args:
         path: the checkpoint, or a directory of them, of which the newest whole one counts; or a directory that
@@ -79,7 +79,7 @@ def consolidate(
 
 
 def read_entry(stored: CheckpointReader, entry: str) -> Any:
-    """The state of an object; of one that holds a model, that of the model.
+    """The state of an object; if the object holds a model, the state of that model.
 
     Raises:
         CheckpointError: the checkpoint has no such object.

@@ -47,8 +47,8 @@ def load_weights(
             Or a directory of `torch.distributed.checkpoint`.
         entry: as for `consolidate`: `"ModelEMA"` loads the average. Only for a directory.
         best: the checkpoint with the best score, of the directory of a run.
-        strict: False leaves alone what the model does not have, and what is missing or has another shape in the file: for a
-            model with another last layer.
+        strict: False leaves out weights that only the file or only the model has, or that differ in shape: for a model with
+            another last layer.
 
     Returns:
         The names of the model's parameters and buffers that were not loaded; empty if `strict`.
@@ -140,7 +140,7 @@ def _read_file(path: Path, entry: str, *, best: bool) -> dict[str, Any]:
 
 
 def _read_shards(path: Path) -> dict[str, Any]:
-    """What an index names, from the files beside it."""
+    """The tensors that an index names, from the files beside it."""
     try:
         files: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         shards = {file: path.parent / file for file in files.values()}

@@ -26,8 +26,8 @@ _SEEN = "num_seen"
 def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
     """Publishes a metric of Ignite over the predictions of each epoch of training, as `trainer.state.metrics[name]`.
 
-    The metric sees the `outputs` of each micro-batch that had its effect: those of a micro-batch that ran out of memory and
-    was dropped or halved, of an update that was skipped, and of one that broke off and is repeated, leave no trace. It is reset
+    The metric sees the `outputs` of each micro-batch that had its effect: a micro-batch that ran out of memory and
+    was dropped or halved, an update that was skipped, and an update that broke off and is repeated leave no trace. It is reset
     when an epoch begins, published when it ends, and in every checkpoint; a run that resumes on another number of ranks starts
     it from the beginning, and logs a warning. Collective at the end of an epoch: attach it alike on all ranks. Predictions are
     those before the step, in training mode. They are held without their graphs until the end of the update, which costs their
