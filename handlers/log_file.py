@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from typing import Any, BinaryIO, Literal
 from ignite_train.arguments import COUNT, check_fields, directory_of, optional, path_of
 from ignite_train.kinds_of_handlers import RecordingHandler
 from ignite_train.kinds_of_handlers.recording_handler import numbered_path
+from ignite_train.metrics import json_line
 from ignite_train.trainer import Trainer
 
 __all__ = ["Csv", "JsonLines", "LogFile"]
@@ -176,8 +176,7 @@ class JsonLines(LogFile):
             yield int(entries["update"]) if "update" in entries else None
 
     def _add(self, file: BinaryIO, place: Mapping[str, int], numbers: Mapping[str, float]) -> BinaryIO:
-        entries = {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
-        _write_whole(file, (json.dumps({**place, **entries}) + "\n").encode())
+        _write_whole(file, f"{json_line({**place, **numbers})}\n".encode())
         return file
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -23,7 +22,7 @@ from ignite_train.engine.introduction import introduction
 from ignite_train.engine.loop import Loop
 from ignite_train.events import Event
 from ignite_train.kinds_of_handlers import EVERY_50, Handler
-from ignite_train.metrics import PUBLISHED_METRICS, grouped_metrics, is_published_metric, single_metrics
+from ignite_train.metrics import PUBLISHED_METRICS, grouped_metrics, is_published_metric, json_line, single_metrics
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -142,7 +141,7 @@ class ProgressLog(Handler):
         metrics = self._metrics(trainer)
         if self.style == "json":
             place = {"epoch": state.epoch, "update": state.iteration, "total": total}
-            _print(_json(place | grouped_metrics(metrics, self._left_out)))
+            _print(json_line(place | grouped_metrics(metrics, self._left_out)))
         elif self._bar is None or not self._evaluators:
             _print(_line(_head(trainer, total), self._shown.parts(metrics)))
 
@@ -249,7 +248,7 @@ class ProgressLog(Handler):
         state, metrics = trainer.state, evaluator.state.metrics
         if self.style == "json":
             place = {"epoch": state.epoch, "update": state.iteration}
-            _print(_json(place | grouped_metrics(metrics, self._left_out, tag)))
+            _print(json_line(place | grouped_metrics(metrics, self._left_out, tag)))
             return
         head = f"{tag} after update {state.iteration}:"
         found, training = single_metrics(metrics, self._left_out), single_metrics(state.metrics, self._left_out)
@@ -283,7 +282,7 @@ class ProgressLog(Handler):
         state, seconds = trainer.state, time.perf_counter() - self._started
         if self.style == "json":
             counts = {"finished": state.iteration, "steps": state.num_steps, "skipped": state.num_skipped}
-            _print(_json({"epoch": state.epoch, **counts, "seconds": seconds}))
+            _print(json_line({"epoch": state.epoch, **counts, "seconds": seconds}))
             return
         epochs = f"{state.epoch} epoch" + "s" * (state.epoch != 1)
         total, ending, number = _total(trainer), "finished", str(state.iteration)
@@ -415,11 +414,6 @@ def _thousands(number: float) -> str:
 def _clock(seconds: float) -> str:
     """`"0:12:34"`."""
     return str(timedelta(seconds=round(min(max(seconds, 0.0), 1e9))))
-
-
-def _json(entries: Mapping[str, Any]) -> str:
-    """A line of JSON, which knows no NaN: numbers that are not finite become strings."""
-    return json.dumps({k: str(v) if isinstance(v, float) and v - v != 0 else v for k, v in entries.items()})
 
 
 def _print(line: str) -> None:

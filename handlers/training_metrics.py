@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from ignite.engine import Engine, Events, RemovableEventHandle
+from torch.utils.data import DataLoader
 
 from ignite_train.arguments import AMOUNT, MAPPING, NUMBER, NUMBERS, TEXTS, check_fields, did_you_mean, real_number
-from ignite_train.engine.hints import hints
 from ignite_train.engine.sections import SECTIONS, Sections
 from ignite_train.events import Event
 from ignite_train.kinds_of_handlers import EVERY_50, Handler
@@ -33,6 +33,9 @@ _OUTSIDE = ("handler", "between_updates")
 _GIB = 2.0**30
 _SMALLEST_SHARE = 0.005  # of the time, for a section to be in the table at the end
 _LARGEST_LOSS = math.log(sys.float_info.max)
+_LONG_WAIT = 0.1  # the share of the time in which the loader is waited for
+_MOSTLY = 0.5  # the share of the time that forward and backward take
+_SHORT_RUN = 60.0  # seconds; a shorter run tells little, since what it waits for may be its start
 
 
 class TrainingMetrics(Handler):
@@ -160,14 +163,14 @@ class TrainingMetrics(Handler):
         return {name: self._totals[name] + seconds for name, seconds in self._in_interval().items()}
 
     def rows_at_end(self) -> Iterator[tuple[str, str]]:
-        """The time of each section that took some of this run, and what would make it quicker; see `hints`."""
+        """The time of each section that took some of this run, and what would make it quicker."""
         seconds = {name: value - self._before_run.get(name, 0.0) for name, value in self.seconds_by_section.items()}
         for name, value in seconds.items():
             if (share := value / (sum(seconds.values()) or 1.0)) >= _SMALLEST_SHARE:
                 yield "time", f"{name.replace('_', ' ')} {value:.1f} s ({share:.0%})"
         if self._trainer is not None and (trainer := self._trainer()) is not None:
             device, precision = next(trainer.model.parameters()).device, trainer.config.get("precision", "fp32")
-            for hint in hints(seconds, trainer.state.dataloader, device, precision, epochs=trainer.state.epoch):
+            for hint in _hints(seconds, trainer.state.dataloader, device, precision, epochs=trainer.state.epoch):
                 yield "hint", hint
 
     def __call__(self, trainer: Trainer) -> None:
@@ -338,3 +341,31 @@ def _memory(device: torch.device) -> dict[str, float]:
         metrics["memory_peak"] = torch.accelerator.max_memory_allocated(device) / _GIB
         torch.accelerator.reset_peak_memory_stats(device)
     return metrics
+
+
+def _hints(seconds: Mapping[str, float], data: Any, device: torch.device, precision: str, *, epochs: int) -> Iterator[str]:
+    """Advice for a quicker run: at most three lines, each with what was measured and what to change.
+
+    Args:
+        seconds: what each section of the run took; see `SECTIONS`.
+        data: the loader.
+        device: of the model.
+        precision: of forward.
+        epochs: how many times the loader was opened.
+    """
+    on_card, total = device.type == "cuda", sum(seconds.values())
+    if total < _SHORT_RUN:
+        return
+    if isinstance(data, DataLoader) and (waits := seconds["data"] / total) >= _LONG_WAIT:
+        waited = f"the loader was waited for {waits:.0%} of the time"
+        if data.num_workers == 0:
+            yield f"{waited}; try DataLoader(..., num_workers=2) or more"
+        elif epochs > 1 and not data.persistent_workers:
+            yield f"{waited}; try persistent_workers=True, without which each epoch starts them again"
+        else:
+            yield f"{waited}; try more than num_workers={data.num_workers}"
+        if on_card and not data.pin_memory:
+            yield "copies to the device wait for the host; try DataLoader(..., pin_memory=True)"
+    computes = (seconds["forward"] + seconds["backward"]) / total
+    if on_card and precision == "fp32" and computes >= _MOSTLY and torch.cuda.is_bf16_supported(including_emulation=False):
+        yield f"forward and backward took {computes:.0%} of the time in fp32; this card has bf16, try precision='bf16'"

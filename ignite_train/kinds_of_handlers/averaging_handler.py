@@ -37,7 +37,9 @@ class AveragingHandler(Handler):
     the running statistics of normalisation layers; other buffers are the model's. Averages of bfloat16 and float16 are kept in
     float32, because 1 - decay of a weight is lost there. With sharded models each rank averages its shards.
 
-    A derived class defines `decay_in` and passes `device`: where the averages are; None: where the weights are.
+    A derived class defines `decay_in` and passes `device`: where the averages are; None: where the weights are. It sets
+    `follows_until_first` where the average, until the first averaging, is to be the weights of the moment, and not the weights
+    with which a run began.
 
     Attributes:
         num_updates: how often it has averaged.
@@ -46,6 +48,8 @@ class AveragingHandler(Handler):
     is_collective = True
 
     same_on_all_ranks = True
+
+    follows_until_first = False
 
     def __init__(self, device: str | torch.device | None) -> None:
         self.device = None if device is None else torch.device(device)
@@ -73,7 +77,7 @@ class AveragingHandler(Handler):
             )
         self._model = model
         self._averages = {name: self._average(value) for name, value in averaged_tensors(model).items()}
-        trainer.on_enter.append(lambda _: self.begin_average())
+        trainer.on_enter.append(lambda _: self._begin_average())
         return trainer.prepend_event_handler(event, self)
 
     def use_in(self, evaluator: Evaluator) -> None:
@@ -98,6 +102,8 @@ class AveragingHandler(Handler):
         model = self._attached()
         if self._is_swapped_in:
             raise RuntimeError("swapped_in() was called inside swapped_in(); leave the first `with` before the second")
+        if self.follows_until_first:
+            self._begin_average()
         with torch.no_grad():
             self._take_over_statistics()
             weights, averages = local_tensors(averaged_tensors(model).values()), local_tensors(self._averages.values())
@@ -127,6 +133,8 @@ class AveragingHandler(Handler):
     def state_dict(self) -> dict[str, Any]:
         """`"num_updates"`, and under `"model"` the state of the model with the averages in the place of the weights."""
         model = self._attached()
+        if self.follows_until_first:
+            self._begin_average()
         names = {id(value): name for name, value in averaged_tensors(model).items()}
         averages = {name: self._averages[names[id(value)]] for name, value in names_of_tensors(model) if id(value) in names}
         state = {plain_name(name): value for name, value in model.state_dict().items()}
@@ -151,7 +159,7 @@ class AveragingHandler(Handler):
             for name, average in self._averages.items():
                 average.copy_(saved[name])
 
-    def begin_average(self) -> None:
+    def _begin_average(self) -> None:
         """Before the first averaging, the average is that of the weights now."""
         if self.num_updates == 0:
             weights = averaged_tensors(self._attached())
