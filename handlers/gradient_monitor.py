@@ -93,20 +93,12 @@ class GradientMonitor(Handler):
 
     def attach(self, trainer: Trainer) -> None:
         """Looks at updates of `trainer`."""
-        is_next = Events.ITERATION_COMPLETED(event_filter=lambda _, update: (update + 1) % self.every == 0)
-        trainer.add_event_handler(is_next, self._begin)
-        trainer.on_enter.append(self._begin)
+        trainer.add_event_handler(Events.ITERATION_STARTED(every=self.every), self._begin)
         trainer.on_exit.append(self._end)
 
     def _begin(self, trainer: Trainer) -> None:
-        """Listens in the next update, if it is due, and in no other.
-
-        With a handler of GRADIENTS_READY an update waits for the host before its step. A handler of ITERATION_STARTED would
-        cost something in each update: it may stop the run, and then what the loader has drawn is taken back.
-        """
+        """Listens in this update, and in no other: with a handler of GRADIENTS_READY an update waits for the host."""
         self._end()
-        if (trainer.state.iteration + 1) % self.every:
-            return
         events = (
             (TrainEvents.GRADIENTS_READY, self._before_step),
             (TrainEvents.STEP_COMPLETED, self._after_step),
