@@ -8,13 +8,13 @@ from itertools import islice
 from typing import NamedTuple
 
 import torch
-from ignite.engine import Events, RemovableEventHandle
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ignite_train.arguments import positive_int
 from ignite_train.events import TrainEvents
 from ignite_train.kinds_of_handlers import Handler
+from ignite_train.kinds_of_handlers.handler import handle_in_every_nth_update
 from ignite_train.model.averaged_tensors import local_tensors, plain_name
 from ignite_train.ranks import collectives
 from ignite_train.ranks.root_mesh import copies
@@ -85,7 +85,6 @@ class GradientMonitor(Handler):
         self.with_histograms = with_histograms
         self.dead: tuple[str, ...] = ()
         self.histograms: dict[str, Histogram] = {}
-        self._handles: list[RemovableEventHandle] = []  # of the update that it looks at
         self._layers: list[str] = []  # of each parameter
         self._monitored: list[nn.Parameter] = []
         self._weights: list[Tensor] = []  # before the step
@@ -93,23 +92,12 @@ class GradientMonitor(Handler):
 
     def attach(self, trainer: Trainer) -> None:
         """Looks at updates of `trainer`."""
-        trainer.add_event_handler(Events.ITERATION_STARTED(every=self.every), self._begin)
+        handlers = {TrainEvents.GRADIENTS_READY: self._before_step, TrainEvents.STEP_COMPLETED: self._after_step}
+        handle_in_every_nth_update(trainer, self.every, handlers | {TrainEvents.STEP_SKIPPED: self._end})
         trainer.on_exit.append(self._end)
 
-    def _begin(self, trainer: Trainer) -> None:
-        """Listens in this update, and in no other: with a handler of GRADIENTS_READY an update waits for the host."""
-        self._end()
-        events = (
-            (TrainEvents.GRADIENTS_READY, self._before_step),
-            (TrainEvents.STEP_COMPLETED, self._after_step),
-            (TrainEvents.STEP_SKIPPED, self._end),
-        )
-        self._handles = [trainer.prepend_event_handler(event, handler) for event, handler in events]
-
     def _end(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._weights, self._found, self._monitored = [], [], [], []
+        self._weights, self._found, self._monitored = [], [], []
 
     def _before_step(self, trainer: Trainer) -> None:
         model = trainer.model

@@ -30,6 +30,7 @@ from ignite_train.checkpoint.capture import versions
 from ignite_train.events import Event, TrainEvents
 from ignite_train.kinds_of_handlers import EVERY_50, RecordingHandler
 from ignite_train.kinds_of_handlers.event_file import EventFile, event_files, is_finished
+from ignite_train.kinds_of_handlers.handler import handle_in_every_nth_update
 from ignite_train.kinds_of_handlers.recording_handler import numbered_path
 from ignite_train.metrics import PUBLISHED_METRICS, grouped_metric, single_metrics
 from ignite_train.model.averaged_tensors import local_tensors
@@ -63,8 +64,7 @@ class TensorBoard(RecordingHandler):
         config: the hyper-parameters: plain values by name, which may be nested.
         histograms: every how many updates there is a histogram of each weight, of its mean gradient before clipping and of its
             change by the update; None for no histograms. They cost copies of the model on the device and on the host in those
-            updates; and on an accelerator no step is queued before the host has read the update's numbers. Of a sharded model
-            they show the shards of rank 0.
+            updates, in which on an accelerator the step waits for the host. Of a sharded model they show the shards of rank 0.
         on_error: what happens when the points cannot be written, because the disk is full, say: `"warn"` and train without
             them, or `"raise"`, which ends the run on all ranks.
 
@@ -116,7 +116,7 @@ class TensorBoard(RecordingHandler):
         """See `RecordingHandler`."""
         handle = super().attach(trainer, event, evaluator=evaluator, tag=tag)
         if handle is not None and self.histograms is not None:
-            trainer.add_event_handler(TrainEvents.GRADIENTS_READY(every=self.histograms), self._add_gradients)
+            handle_in_every_nth_update(trainer, self.histograms, {TrainEvents.GRADIENTS_READY: self._add_gradients})
             trainer.add_event_handler(Events.ITERATION_COMPLETED(every=self.histograms), self._add_weights)
         return handle
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback
 from ignite_train.trainer import Trainer
 
-__all__ = ["Handler", "PiggybackHandler"]
+__all__ = ["Handler", "PiggybackHandler", "handle_in_every_nth_update"]
 
 _NUMBERS = itertools.count(1)
 
@@ -109,6 +109,32 @@ def _brief(value: Any) -> str:
 
 def _is_event(value: Any) -> bool:
     return isinstance(value, (CallableEventWithFilter, EventsList))
+
+
+def handle_in_every_nth_update(trainer: Trainer, number: int, handlers: Mapping[Any, Callable[..., Any]]) -> None:
+    """Attaches handlers when an update begins whose number is a multiple of `number`, and takes them off when it is over.
+
+    Some events cost something in each update as soon as they have a handler with any filter: with one of GRADIENTS_READY an
+    update waits for the host before its step.
+
+    Args:
+        trainer: the trainer.
+        number: n.
+        handlers: by event.
+    """
+    handles: list[RemovableEventHandle] = []
+
+    def begin(trainer: Trainer) -> None:
+        end()
+        handles.extend(trainer.prepend_event_handler(event, handler) for event, handler in handlers.items())
+
+    def end() -> None:
+        while handles:
+            handles.pop().remove()
+
+    trainer.add_event_handler(Events.ITERATION_STARTED(every=number), begin)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=number), end)
+    trainer.on_exit.append(end)
 
 
 class PiggybackHandler(Handler, Piggyback):

@@ -249,11 +249,18 @@ def test_histograms_of_a_mean_loss_and_of_an_update_without_samples(tmp_path: Pa
     assert found["weights.gradients/weight"] == found["weights.updates/weight"] == [1, 3, 4]
 
 
-def test_without_histograms_nothing_stands_before_the_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("histograms", "expected"), [(None, []), (3, [3, 6])])
+def test_without_histograms_nothing_stands_before_the_step(tmp_path: Path, histograms: Any, expected: list[int]) -> None:
     """A handler of GRADIENTS_READY would keep an accelerator from queueing it."""
-    trainer, _ = make()
-    TensorBoard(tmp_path).attach(trainer)
-    assert not trainer.has_handlers(TrainEvents.GRADIENTS_READY)
+    trainer, found = make()[0], []
+    TensorBoard(tmp_path, histograms=histograms).attach(trainer)
+    listens = lambda: trainer.has_handlers(TrainEvents.GRADIENTS_READY)  # noqa: E731
+    trainer.add_event_handler(
+        TrainEvents.BACKWARD_COMPLETED, lambda: found.extend([trainer.state.iteration] if listens() else [])
+    )
+    trainer.run(DATA, max_epochs=1)
+    assert sorted(set(found)) == expected
+    assert not listens()
 
 
 def test_a_histogram_leaves_out_what_is_not_finite(tmp_path: Path) -> None:
@@ -655,7 +662,7 @@ def test_evaluations_without_updates_are_not_collected(tmp_path: Path) -> None:
     handler.attach(trainer, EVERY(every=2), evaluator=evaluator)
     for _ in range(5):
         evaluator.run(DATA)
-    assert len(handler._points) == 1
+    assert handler._points.keys() == {"validation/loss", "validation/samples"}
     assert handler.state_dict()["points"]["validation/loss"] == evaluator.state.metrics["loss"]
 
 
