@@ -123,7 +123,7 @@ class HangWatch(Handler):
 
 
 class _Report(NamedTuple):
-    """What a rank writes for the others.
+    """The report that a rank writes for the others.
 
     Attributes:
         beat: counts up as long as the process is running.

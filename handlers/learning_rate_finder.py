@@ -27,7 +27,7 @@ class LearningRateFinder(FastaiLRFinder):
     `get_results`, `lr_suggestion`, `apply_suggested_lr` and `plot` are Ignite's. What differs:
 
     - `"lr"` of the results is the rate with which the update was made, and the rates begin with `start_lr` and end with
-      `end_lr`. The loss beside it is that of all micro-batches and ranks, before that update.
+      `end_lr`. The loss beside it is the mean over all micro-batches and ranks, before that update.
     - A loss that is not finite ends the search, and is not in the results; nor is an update that was skipped.
     - `save_plot` writes the curve as a picture, which takes no screen.
 
@@ -211,7 +211,7 @@ class LearningRateFinder(FastaiLRFinder):
 
 
 def _rates(name: str, given: Any, count: int) -> list[float]:
-    """One rate for each parameter group."""
+    """A rate for each parameter group."""
     rates = list(given) if isinstance(given, (list, tuple)) else [given] * count
     if len(rates) != count:
         raise ValueError(f"{name} must have one rate for each of the optimizer's {count} parameter groups, got {len(rates)}")

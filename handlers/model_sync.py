@@ -1,4 +1,4 @@
-"""One model on all ranks before it is evaluated."""
+"""The same model on all ranks before it is evaluated."""
 
 from __future__ import annotations
 

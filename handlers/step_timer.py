@@ -47,11 +47,12 @@ class SectionTimes(NamedTuple):
 class StepTimer(PiggybackHandler):
     """Measures what each update spends in data, forward, backward, reduction, optimizer, handlers, evaluation and saving.
 
-    The sections are those of `TrainingMetrics`, which has their sums. This handler has the times of each of the latest updates,
-    of sections of your own, of an accelerator too, and of all ranks. An update lasts from the end of the one before to its own.
+    It divides the time into the sections of `TrainingMetrics`, which has their sums. This handler has the times of each of the
+    latest updates, of sections of your own, of an accelerator too, and of all ranks. An update lasts from the end of the update
+    before to its own end.
 
     A section of your own is a `with`, in forward or in a handler; such sections can be nested, and one that an exception leaves
-    is counted up to there. Their times are parts of those of the sections around them:
+    is counted up to there. Their time is a part of the section around them:
 
         with timer.section("augment"):
             x = augment(x)
@@ -186,7 +187,7 @@ class StepTimer(PiggybackHandler):
         return "\n".join(lines)
 
     def __call__(self, trainer: Trainer) -> None:
-        """Ends an interval: its means travel with the next update, and those of the one before are published."""
+        """Ends an interval: its means travel with the next update, and the means of the interval before are published."""
         if self._count:
             self._due = [seconds / self._count for seconds in self._sums.values()]
             self._sums, self._count = dict.fromkeys(SECTIONS, 0.0), 0

@@ -57,8 +57,8 @@ class ElasticLauncher:
         num_replicas: how many.
         min_replicas: with fewer the run waits.
         heartbeat_ms: a replica that was not heard of for so long is lost.
-        join_ms: how long replicas that ask for an update wait for one that lives and does not, before they continue without it.
-            Longer than any replica alone may take between two updates.
+        join_ms: how long replicas that ask for an update wait for a live replica that does not ask, before they continue
+            without it. Longer than any replica alone may take between two updates.
         hang_seconds: how long a replica may keep the others waiting in an update before it is taken for lost.
 
     Attributes:
