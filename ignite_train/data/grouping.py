@@ -227,7 +227,7 @@ class MicroBatchPass:
         """
         grouping, loader, size = self._grouping, self.loader, self._size
         self._place, self._done, self._position = DataPosition(loader), skip, 0
-        self._num_given = 0  # groups, by this object
+        self._largest = self._num_as_large = 0  # the size of the largest group so far, and how many came since it did
         self._place.find(position, skip)
         if isinstance(loader, Stream):
             self._place.note(exhausted=False)  # it may begin anywhere, and the first group may have to be read again
@@ -279,9 +279,12 @@ class MicroBatchPass:
         begin = self._position
         if self._place.is_pass_broken() and self._read != self._announced:  # something is left of the pass
             raise self._place.broken_pass_error()
-        held = Held(self._ahead, number=self._num_given) if self._may_be_rewritten else None
-        self._num_given += 1
-        group = self._take(held)
+        size = self._size(self._done)
+        # Counted again from a larger group on: more is held then than a ring of the loader may have.
+        self._num_as_large = self._num_as_large + 1 if size <= self._largest else 0
+        self._largest = max(size, self._largest)
+        held = Held(self._ahead, number=self._num_as_large) if self._may_be_rewritten else None
+        group = self._take(size, held)
         if isinstance(group, list):
             self._note()
         if self.length is not None:
@@ -412,8 +415,7 @@ class MicroBatchPass:
             return
         del group[used:]
 
-    def _take(self, held: Held | None) -> MutableSequence[Any]:
-        size = self._size(self._done)
+    def _take(self, size: int, held: Held | None) -> MutableSequence[Any]:
         expected = self._expected(size) if self._groups_arrive and not self._ahead else 0
         self._done += 1
         self._position += size
@@ -461,7 +463,7 @@ class MicroBatchPass:
             self._exhausted = len(group) < expected or (expected < size and not self._has_surplus())
             self._note()
 
-        return ArrivingGroup(read, expected, is_sized=self._announced is not None, on_complete=end, number=self._num_given)
+        return ArrivingGroup(read, expected, is_sized=self._announced is not None, on_complete=end, number=self._num_as_large)
 
     def _count(self, micro_batches: list[Any]) -> None:
         has_none = any(map(is_, micro_batches, repeat(None)))

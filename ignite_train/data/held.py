@@ -37,8 +37,8 @@ class Held:
 
     Args:
         micro_batches: those that are held already.
-        number: of the group in its pass. A loader that gives an object or its memory again does so from the beginning, so the
-            first 16 groups are looked at, and then each 16th.
+        number: of the group, counted from 0 in its pass and again where one is larger than all before. A loader that gives an
+            object or its memory again does so from the beginning, so the first 16 are looked at, and then each 16th.
     """
 
     def __init__(self, micro_batches: Iterable[Any] = (), *, number: int = 0) -> None:
