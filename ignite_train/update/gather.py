@@ -51,6 +51,7 @@ class Gather:
     num_placeholders: int = 0
     _seeding: Seeding | None = field(init=False)
     _guard: HandlerGuard = field(init=False)
+    _num_guarded: int = 0  # times that handlers of MICRO_BATCH_STARTED are still looked at
     _chosen_by: object = None  # the token of the handlers for which the flag below was chosen
     _is_guarded: bool = False  # whether an event has handlers that must not change gradients, so that these are compared
 
@@ -114,7 +115,11 @@ class Gather:
         trainer.begin_section("forward")
         if self._seeding is not None:
             self._seeding.micro_batch(index)
-        trainer.fire_event(_MICRO_BATCH_STARTED)
+        if self._num_guarded:  # a FailureBoard has a handler of this event, so it is not looked at for ever
+            self._num_guarded -= 1
+            self._guard.fire(trainer, _MICRO_BATCH_STARTED)
+        else:
+            trainer.fire_event(_MICRO_BATCH_STARTED)
 
     def again(self, outgoing: Outgoing, group: Sequence[Any], evaluation: int) -> None:
         """Adds up the group once more, in evaluation 1, 2, ... of its loss, without events and counters. Collective.
@@ -144,6 +149,7 @@ class Gather:
     def choose(self, trainer: Trainer) -> None:
         """Chooses what the handlers that are attached need. Asked again whenever others are."""
         self._is_guarded = trainer.has_handlers(_FORWARD_COMPLETED) or trainer.has_handlers(_BACKWARD_COMPLETED)
+        self._num_guarded = 4 * trainer.has_handlers(_MICRO_BATCH_STARTED)
         self._chosen_by = trainer.handlers_token
 
     def _fire(self, trainer: Trainer, event: TrainEvents) -> None:
