@@ -161,6 +161,39 @@ def test_a_term_without_samples_is_left_out() -> None:
     assert weights_of(model) == before
 
 
+@pytest.mark.parametrize("empty", [1, 2])
+def test_the_first_groups_may_be_empty(empty: int) -> None:
+    """An update on demand without a micro-batch, and loaders that give None: there are no names to agree on yet."""
+    model, trainer = make(none_is_empty=True, accumulation_steps=1)
+    trainer.run([*[None] * empty, cuts.samples()], max_epochs=1)
+    output = trainer.state.update_output
+    assert (trainer.state.num_steps, trainer.state.num_skipped) == (1, empty)
+    assert output is not None
+    assert output.sample_sizes == pytest.approx(sizes(cuts.samples()), rel=1e-12)
+    expected, whole = make(accumulation_steps=1)
+    whole.run([cuts.samples()], max_epochs=1)
+    assert weights_of(model) == weights_of(expected)
+
+
+def empty_at_first() -> list[float]:
+    model = cuts.linear()
+    options = UpdateOptions(sample_sizes=sizes, reduction="explicit")
+    optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE)
+    trainer = create_trainer(model, optimizer, forward, protect=False, options=options)
+    with trainer.session():
+        trainer.update([])
+        trainer.update([*cuts.shard([[40], []])])
+    return weights_of(model)
+
+
+def test_the_first_group_may_be_empty_on_all_ranks() -> None:
+    """The names are agreed on with the first that is not, of which one rank has all."""
+    model, trainer = make()
+    trainer.run(cuts.cut(cuts.samples(), [40]), max_epochs=1)
+    for found in run_ranks(empty_at_first):
+        assert found == pytest.approx(weights_of(model), rel=1e-12)
+
+
 def test_one_micro_batch_needs_no_function() -> None:
     """Several do, and are told the remedy."""
     model, trainer = make(sample_sizes=None)
