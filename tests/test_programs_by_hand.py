@@ -56,7 +56,7 @@ FAST = {
     "stylegan2": 3,  # other forwards for some updates
 }
 UPDATES = {"time_sequence": 3}
-RESUMED_UPDATES, KILLED_UPDATES = 4, 8
+RESUMED_UPDATES, KILLED_UPDATES = 4, 12
 TWO_TRAINERS = ("dcgan", "wgan_gp")
 # Programs that save themselves, and what counts their rounds.
 ROUNDS = {"ppo": "walkers", "prioritised_replay": "memory", "stylegan2": "loop"}
