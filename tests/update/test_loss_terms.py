@@ -185,6 +185,7 @@ def refused_on_a_rank() -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_one_micro_batch_on_each_rank_needs_the_function() -> None:
     """Its denominators are those of all ranks, which no rank knows before backward."""
     for message in run_ranks(refused_on_a_rank):
@@ -199,6 +200,7 @@ def nothing_anywhere() -> tuple[Any, bool]:
     return trainer.state.update_output.skipped_reason, weights_of(model) == before
 
 
+@pytest.mark.slow
 def test_an_update_without_a_sample_on_any_rank_is_skipped() -> None:
     assert run_ranks(nothing_anywhere) == [("no_samples", True)] * 2
 
