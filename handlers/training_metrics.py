@@ -348,7 +348,8 @@ class TrainingMetrics(Handler):
         for name in self.per_second:
             metrics[f"{name}_per_second"] = self._logs.get(name, 0.0) / training
         if self._utilisation_per_rate is not None:
-            metrics["model_flop_utilisation"] = samples_per_second * self._utilisation_per_rate / collectives.world_size()
+            num_ranks = metrics.get("replicas", collectives.world_size())  # elastic replicas publish how many they are
+            metrics["model_flop_utilisation"] = samples_per_second * self._utilisation_per_rate / num_ranks
         has_been_between = totals["between_updates"] > 0
         metrics |= {f"{name}_seconds": seconds[name] for name in seconds if name != "between_updates" or has_been_between}
         metrics["update_seconds"] = _sum_of(seconds, _UPDATE)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import torch
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
+from ignite_train.arguments import real_number
 from ignite_train.errors import FellBehindError, MembersChangedError, NoQuorumError
 
 __all__ = ["LIGHTHOUSE", "Members", "check_elastic", "require_torchft"]
@@ -77,6 +78,8 @@ class Members:
     furthest have continue. Another member that has taken part in the run before has missed an update, and ends with a
     `FellBehindError`; started again it joins as a new one.
 
+    A process has one run of elastic replicas at a time.
+
     Args:
         lighthouse: its address.
 
@@ -86,16 +89,20 @@ class Members:
         num_changes: how often an update of this process was made again.
     """
 
+    _in_run: ClassVar[Members | None] = None  # in this process
+
     def __init__(self, lighthouse: str) -> None:
         self._lighthouse = lighthouse
         self.rank, self.size, self.num_changes = 0, 1, 0
         self.names: tuple[str, ...] = ("",)
-        self._hang = timedelta(seconds=float(os.environ.get(_HANG, "60")))
-        self._patience = float(os.environ.get(_PATIENCE, "600"))
+        self._hang = timedelta(seconds=_seconds(_HANG, "60"))
+        self._patience = _seconds(_PATIENCE, "600")
+        self._waits_since: float | None = None  # for an answer that has not come
+        self._has_warned = False  # that there is none
         self._group: Any = None
         self._key = ""  # of the process group; empty where there is none that works
         self._history = ""
-        self._is_new = True
+        self._is_new, self._has_parted = True, False
         self._question: _Question | None = None
         self._quorum: Any = None  # an answer that names other members, which are to form a group
         self._is_settled = False  # whether the members of the update to come are known already
@@ -113,7 +120,13 @@ class Members:
 
         Raises:
             NoQuorumError: the lighthouse cannot be reached, or gives no answer in time.
+            RuntimeError: another trainer of this process is in a run of elastic replicas.
         """
+        if Members._in_run is not None:
+            raise RuntimeError("a process can have one run with reduction='elastic' at a time, got a second; run them in turn")
+        Members._in_run = self
+        if self._has_parted and _ENDED in os.environ:  # the script goes on with another run
+            Path(os.environ[_ENDED]).unlink(missing_ok=True)
         self._is_new, self._history, self._capture, self._restore = True, "", capture, restore
         self._connect()
         self.renew(step)
@@ -133,11 +146,14 @@ class Members:
                 self.renew(step)
             else:
                 break
+        self._has_parted = True
         if (path := os.environ.get(_ENDED)) is not None:
             Path(path).touch()
 
     def leave(self) -> None:
         """Ends being a member; the others notice it at once."""
+        if Members._in_run is self:
+            Members._in_run = None
         self._drop()
         self._question = self._quorum = None
         if self._identity:
@@ -179,7 +195,7 @@ class Members:
         if self._is_settled:
             self._is_settled = False
         else:
-            self._question = _Question(lambda: self._ask(step))
+            self._question = _Question(lambda: self._ask(step, self._patience))
 
     def confirm(self) -> None:
         """Waits for the answer.
@@ -191,6 +207,8 @@ class Members:
             return
         question, self._question = self._question, None
         quorum = question.answer()
+        if quorum is None:
+            self._waits_since = question.begun
         if quorum is None or not self._names_same(quorum):
             self._quorum = quorum
             raise MembersChangedError("other replicas take part in this update than in the one before")
@@ -244,10 +262,11 @@ class Members:
             FellBehindError: the others have counted an update that this one has not.
             NoQuorumError: there was no answer in time.
         """
-        deadline = time.monotonic() + self._patience
-        quorum, self._quorum, self._question = self._quorum, None, None
+        now = time.monotonic()
+        deadline = self._patience + (now if self._waits_since is None else self._waits_since)
+        quorum, self._quorum, self._question, self._waits_since = self._quorum, None, None, None
         while True:
-            quorum = quorum or self._ask(step())
+            quorum = quorum or self._ask(step(), max(1.0, deadline - time.monotonic()))
             if quorum is not None:
                 with suppress(MembersChangedError):
                     self._form(quorum.participants, step())
@@ -260,28 +279,35 @@ class Members:
                     f"runs and how many replicas it waits for, or raise {_PATIENCE}"
                 )
 
-    def _ask(self, step: int) -> Any:
-        """The lighthouse's answer; None if there was none."""
-        data = {"key": self._key, "history": self._history, "is_new": self._is_new, "nonce": uuid.uuid4().hex}
+    def _ask(self, step: int, seconds: float) -> Any:
+        """The lighthouse's answer; None if there was none in so many seconds."""
+        own = {"key": self._key, "history": self._history, "is_new": self._is_new, "has_parted": self._has_parted}
         try:
-            return self._client.quorum(
+            answer = self._client.quorum(
                 replica_id=self._identity,
-                timeout=timedelta(seconds=self._patience),
+                timeout=timedelta(seconds=seconds),
                 address=self._heart.address(),
                 store_address=self._store_address,
                 step=step,
                 world_size=1,
                 shrink_only=False,
-                data=data,
+                data=own | {"nonce": uuid.uuid4().hex},
             )
         except (RuntimeError, TimeoutError) as error:
-            _logger.warning(f"the lighthouse at {self._lighthouse} gives no answer: {_one_line(error)}; it is asked again")
+            if not self._has_warned:  # once, and not five times a second
+                self._has_warned = True
+                _logger.warning(
+                    f"the lighthouse at {self._lighthouse} gives no answer: {_one_line(error)}; it is asked again "
+                    f"until it does, for {self._patience:g} s at most"
+                )
             time.sleep(_RETRY_SECONDS)
             with suppress(RuntimeError, TimeoutError):
                 from torchft.coordination import LighthouseClient
 
                 self._client = LighthouseClient(self._lighthouse, connect_timeout=_CONNECT)
             return None
+        self._has_warned = False
+        return answer
 
     def _names_same(self, quorum: Any) -> bool:
         keys = {participant.data["key"] for participant in quorum.participants}
@@ -294,7 +320,7 @@ class Members:
         ranks = {participant.replica_id: rank for rank, participant in enumerate(participants)}
         rank, source = ranks[self._identity], _newest(participants)
         mine, newest = participants[rank], participants[source]
-        if all(one.data["is_new"] for one in participants) and _has_ended():
+        if all(one.data["is_new"] and not one.data["has_parted"] for one in participants) and _has_ended():
             raise NoQuorumError("the run has ended while this replica was starting; there is nothing left to do")
         behind = [one for one in participants if not one.data["is_new"] and _place(one) != _place(newest)]
         if mine in behind:
@@ -376,11 +402,15 @@ class _LosingMembers:
 
 
 class _Question(threading.Thread):
-    """A question that is under way. The thread ends with its process."""
+    """A question that is under way. The thread ends with its process.
+
+    Attributes:
+        begun: when it was asked.
+    """
 
     def __init__(self, ask: Callable[[], Any]) -> None:
         super().__init__(name="Members", daemon=True)
-        self._ask, self._answer = ask, None
+        self._ask, self._answer, self.begun = ask, None, time.monotonic()
         self.start()
 
     def run(self) -> None:
@@ -391,6 +421,19 @@ class _Question(threading.Thread):
         """Waits for the answer; None if there was none."""
         self.join()
         return self._answer
+
+
+def _seconds(name: str, default: str) -> float:
+    """The number in an environment variable.
+
+    Raises:
+        ValueError: it is none, or not above 0.
+    """
+    text = os.environ.get(name, default)
+    try:
+        return real_number(name, float(text), above=0)
+    except ValueError:
+        raise ValueError(f"{name} in the environment must be a number of seconds above 0, got {text!r}") from None
 
 
 def _has_ended() -> bool:
