@@ -4,9 +4,10 @@ A deck of cards says who dies: each card is a place in the code, a signal and ho
 when it is started, and plays it when it comes to the place; a card that was not played goes back. Replicas are forked from this
 process, which has imported torch and started no thread, so that to start one costs a tenth of a second.
 
-    python tests/elastic_runs.py DIRECTORY SEED REPLICAS CARDS BATCHES
+    python tests/elastic_runs.py DIRECTORY SEED REPLICAS CARDS BATCHES [lighthouse | lonely]
 
-writes what the replicas that have ended wrote, and `kills.json`: how many were killed, and the cards that were played.
+writes what the replicas that have ended wrote, and `kills`: how many were killed, and the cards that were played. `lighthouse`
+kills the lighthouse three times in between; `lonely` kills all but one, which are not started again.
 """
 
 from __future__ import annotations
@@ -133,9 +134,23 @@ class Runner:
         num_replicas: how many.
         num_cards: how many cards are played; then the replicas end after the same update.
         batches: the kind of batches, see `elastic_script`.
+        lighthouse_deaths: how often the lighthouse is killed too, and started again at its address.
+        min_replicas: with fewer the run waits.
     """
 
-    def __init__(self, directory: Path, seed: int, num_replicas: int, num_cards: int, batches: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        seed: int,
+        num_replicas: int,
+        num_cards: int,
+        batches: str,
+        *,
+        lighthouse_deaths: int = 0,
+        min_replicas: int = 1,
+    ) -> None:
+        self._deaths, self._min, self._next_death = lighthouse_deaths, min_replicas, 0.0
+        self._lighthouse, self._port = 0, 0
         self._directory, self._num, self._batches = directory, num_replicas, batches
         self._cards, self._dealt = deck(seed, num_cards), dict[int, Card]()
         self.played, self.num_killed, self.num_errors = list[Card](), 0, 0
@@ -145,9 +160,9 @@ class Runner:
     def run(self) -> None:
         """Until all replicas have ended."""
         deadline = time.monotonic() + SECONDS
-        lighthouse, address = start_lighthouse()
+        self._lighthouse, self._port = start_lighthouse(min_replicas=self._min)
         os.environ |= {
-            "TORCHFT_LIGHTHOUSE": address,
+            "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self._port}",
             "IGNITE_TRAIN_ENDED": str(self._directory / "ended"),
             "IGNITE_TRAIN_HANG_SECONDS": str(HANG_SECONDS),
         }
@@ -158,9 +173,10 @@ class Runner:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"the replicas have not ended; they had {self.num_killed} kills")
                 self._look()
+                self._kill_lighthouse()
                 time.sleep(0.01)
         finally:
-            for process in (*self._running, *self._stopped, lighthouse):
+            for process in (*self._running, *self._stopped, self._lighthouse):
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
                     os.waitpid(process, 0)
@@ -211,11 +227,21 @@ class Runner:
                 self._start(number)
         if not self._cards and not self._dealt:
             (self._directory / "enough").touch()
-        waits_for_change = not self._cards and all(card.place == "healing another" for card in self._dealt.values())
-        if self._dealt and waits_for_change and time.monotonic() - self._started > _NO_CHANGE_SECONDS:
+        waits_for_change = all(card.place == "healing another" for card in self._dealt.values())
+        if (self._cards or self._dealt) and waits_for_change and time.monotonic() - self._started > _NO_CHANGE_SECONDS:
             process = max(process for process in self._running if process not in self._dealt)
             os.kill(process, signal.SIGKILL)  # so that one comes which is to be healed
             self._started = time.monotonic()
+
+    def _kill_lighthouse(self) -> None:
+        now = time.monotonic()
+        if not self._deaths or not (self._directory / "begun").exists() or now < self._next_death:
+            return
+        os.kill(self._lighthouse, signal.SIGKILL)
+        os.waitpid(self._lighthouse, 0)
+        time.sleep(0.7)  # several questions are asked meanwhile
+        self._lighthouse, _ = start_lighthouse(self._port, self._min)
+        self._deaths, self._next_death = self._deaths - 1, time.monotonic() + 4.0
 
     def _take_back(self, process: int) -> None:
         card = self._dealt.pop(process, None)
@@ -246,8 +272,37 @@ def fork(work: Callable[[], None]) -> int:
         os._exit(status)
 
 
-def start_lighthouse(port: int = 0, min_replicas: int = 1) -> tuple[int, str]:
-    """A lighthouse in a process of its own. Gives the number of the process, and the address."""
+def run_lonely(directory: Path, num_replicas: int) -> int:
+    """Kills all replicas but one, which waits in vain for the others. Gives the status with which it ends."""
+    lighthouse, port = start_lighthouse(min_replicas=num_replicas)
+    os.environ |= {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}", "IGNITE_TRAIN_PATIENCE_SECONDS": "4"}
+
+    def be(number: int) -> None:
+        os.environ["IGNITE_TRAIN_REPLICA"] = str(number)
+        elastic_script.main(str(directory), 1000, 96, 0.02, "samples", reach=lambda place: None)
+
+    replicas = [fork(lambda number=number: be(number)) for number in range(num_replicas)]
+    deadline = time.monotonic() + SECONDS
+    while not (directory / "begun").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    try:
+        for replica in replicas[1:]:
+            os.kill(replica, signal.SIGKILL)
+            os.waitpid(replica, 0)
+        found, status = 0, 0
+        while not found:
+            if time.monotonic() > deadline:
+                os.kill(replicas[0], signal.SIGKILL)
+            found, status = os.waitpid(replicas[0], os.WNOHANG)
+            time.sleep(0.01)
+        return os.waitstatus_to_exitcode(status)
+    finally:
+        os.kill(lighthouse, signal.SIGKILL)
+        os.waitpid(lighthouse, 0)
+
+
+def start_lighthouse(port: int = 0, min_replicas: int = 1) -> tuple[int, int]:
+    """A lighthouse in a process of its own. Gives the number of the process, and the port."""
     reader, writer = os.pipe()
 
     def be() -> None:
@@ -269,7 +324,7 @@ def start_lighthouse(port: int = 0, min_replicas: int = 1) -> tuple[int, str]:
     os.close(writer)
     found = os.read(reader, 20).decode()
     os.close(reader)
-    return process, f"http://127.0.0.1:{found}"
+    return process, int(found)
 
 
 def check(ends: list[Any], samples: int = 96) -> None:
@@ -302,7 +357,12 @@ if __name__ == "__main__":
     from torchft import coordination, process_group  # noqa: F401  # here, so that a replica is forked with it
 
     where, (seed, replicas, cards), kind = Path(sys.argv[1]), map(int, sys.argv[2:5]), sys.argv[5]
-    runner = Runner(where, seed, replicas, cards, kind)
+    more = sys.argv[6:]
+    if more == ["lonely"]:
+        sys.exit(run_lonely(where, replicas))
+    least = 2 if seed % 4 == 3 and replicas > 2 else 1
+    deaths = 3 if more == ["lighthouse"] else 0
+    runner = Runner(where, seed, replicas, cards, kind, lighthouse_deaths=deaths, min_replicas=least)
     runner.run()
     told = [[card.place, signal.Signals(card.signal).name, card.how] for card in runner.played]
     (where / "kills").write_text(json.dumps({"number": runner.num_killed, "played": told, "errors": runner.num_errors}))

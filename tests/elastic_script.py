@@ -29,7 +29,7 @@ from ignite_train import (
     create_evaluator,
     create_trainer,
 )
-from ignite_train.handlers import Checkpoint, EarlyStopping, LearningRateSchedule, Validation
+from ignite_train.handlers import Checkpoint, EarlyStopping, HangWatch, LearningRateSchedule, Validation
 
 
 class Samples(torch.utils.data.Dataset):
@@ -140,6 +140,12 @@ def validate_and_save(trainer: Any, directory: Path, number: int, reach: Callabl
     Checkpoint(directory / f"saves-{saves}", every=4, to_save={"saves": Saves()}).attach(trainer)
 
 
+def hang_once(path: Path) -> None:
+    if not path.exists():
+        path.touch()
+        time.sleep(10**6)
+
+
 def main(
     directory: str, epochs: int, number: int, seconds: float, batches: str, reach: Callable[[str], None] | None = None
 ) -> None:
@@ -152,6 +158,8 @@ def main(
         for index in indices.tolist():
             history.counts[index] += 1
         time.sleep(seconds)
+        if trainer.state.iteration == 3 and os.environ["IGNITE_TRAIN_REPLICA"] == os.environ.get("HANGS"):
+            hang_once(Path(directory) / "hung")
         loss = (model(x) - y).square().sum()
         if reach is not None:
             reach("forward")
@@ -184,6 +192,8 @@ def main(
     if reach is not None:
         tell_places(trainer, optimizer, history, reach)
         validate_and_save(trainer, Path(directory), number, reach)
+    if "HANGS" in os.environ:
+        HangWatch(timeout_seconds=4).attach(trainer)
     if batches == "tokens":
         sampler = TokenBudgetSampler([1 + index % 3 for index in range(number)], max_tokens=5, shuffle=True, seed=3)
         loader = ResumableLoader(Samples(number), batches=sampler, seed=3)

@@ -195,6 +195,19 @@ def test_a_run_without_a_quorum_ends_with_a_checkpoint(with_members: Callable[[F
         assert torch.equal(one, other)
 
 
+def test_a_replica_that_comes_after_a_request_to_stop_makes_no_update(
+    with_members: Callable[[FewMembers], None],
+) -> None:
+    """It would go on alone otherwise, where the others have ended."""
+    few = FewMembers()
+    few.is_stopped = True
+    with_members(few)
+    trainer = make()
+    trainer.run(loader(), max_epochs=2)
+
+    assert trainer.state.iteration == 0
+
+
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
 def test_a_bad_number_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """One line names the variable."""

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import socket
+import stat
 import threading
 import time
 import uuid
@@ -87,13 +88,14 @@ class Members:
         rank, size: the number of this member among them, and how many they are.
         names: the names of all members, by rank.
         num_changes: how often an update of this process was made again.
+        is_stopped: whether this process has come after the others were asked to stop, and have made their last update.
     """
 
     _in_run: ClassVar[Members | None] = None  # in this process
 
     def __init__(self, lighthouse: str) -> None:
         self._lighthouse = lighthouse
-        self.rank, self.size, self.num_changes = 0, 1, 0
+        self.rank, self.size, self.num_changes, self.is_stopped = 0, 1, 0, False
         self.names: tuple[str, ...] = ("",)
         self._hang = timedelta(seconds=_seconds(_HANG, "60"))
         self._patience = _seconds(_PATIENCE, "600")
@@ -102,11 +104,12 @@ class Members:
         self._group: Any = None
         self._key = ""  # of the process group; empty where there is none that works
         self._history = ""
-        self._is_new, self._has_parted = True, False
+        self._is_new, self._has_parted, self._stops = True, False, False
         self._question: _Question | None = None
         self._quorum: Any = None  # an answer that names other members, which are to form a group
         self._is_settled = False  # whether the members of the update to come are known already
         self._identity = ""
+        self._sockets: dict[int, int] = {}  # what belongs to this process only: the numbers of files, with their inodes
 
     # --- a run
 
@@ -127,17 +130,23 @@ class Members:
         Members._in_run = self
         if self._has_parted and _ENDED in os.environ:  # the script goes on with another run
             Path(os.environ[_ENDED]).unlink(missing_ok=True)
+        self.is_stopped = self._stops = False
         self._is_new, self._history, self._capture, self._restore = True, "", capture, restore
         self._connect()
         self.renew(step)
 
-    def part(self, step: Callable[[], int]) -> None:
+    def part(self, step: Callable[[], int], *, stopped: bool) -> None:
         """Where the run has ended: waits until all members have, and gives those that come now the last state. Collective.
+
+        Args:
+            step: gives how many updates this process has counted.
+            stopped: whether the run was asked to stop, which those that come now must know.
 
         Raises:
             FellBehindError: the others have counted an update that this one has not.
             NoQuorumError: there was no answer in time.
         """
+        self._stops = stopped
         while True:
             try:
                 self.ask(step())
@@ -165,7 +174,9 @@ class Members:
         from torchft.coordination import LighthouseClient, ManagerServer
 
         host = os.environ.get(_HOST) or _own_host(self._lighthouse)
+        before = _open_sockets()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._sockets = _since(before)
         self._store_address = f"{host}:{self._store.port}"
         identity = f"{os.environ.get(_REPLICA, socket.gethostname())}:{uuid.uuid4().hex}"
         try:
@@ -281,7 +292,8 @@ class Members:
 
     def _ask(self, step: int, seconds: float) -> Any:
         """The lighthouse's answer; None if there was none in so many seconds."""
-        own = {"key": self._key, "history": self._history, "is_new": self._is_new, "has_parted": self._has_parted}
+        own = {"key": self._key, "history": self._history, "is_new": self._is_new}
+        own |= {"has_parted": self._has_parted, "stops": self._stops}
         try:
             answer = self._client.quorum(
                 replica_id=self._identity,
@@ -334,13 +346,16 @@ class Members:
         self._drop()
         key = _digest(*(f"{one.replica_id}/{one.data['nonce']}" for one in participants))
         self._group = ProcessGroupGloo(timeout=_REBUILD)
+        sockets = _open_sockets()
         with _LosingMembers(self):
             self._group.configure(f"{newest.store_address}/{key}", self._identity, rank, len(participants))
+        self._sockets |= _since(sockets)
         arrivals = [number for number, one in enumerate(participants) if one.data["is_new"] and number != source]
         if rank == source:
             self._send_state(arrivals)
         elif rank in arrivals:
             self._receive_state(source)
+        self.is_stopped = self._is_new and any(one.data["stops"] for one in participants)
         self._is_new = False
         self.names, before = tuple(_name(one.replica_id) for one in participants), self.names
         self.rank, self.size, self._key = rank, len(participants), key
@@ -375,6 +390,23 @@ class Members:
         for names, what in ((left, "has left"), (came, "has come")):
             for name in names if self.rank == 0 else ():
                 _logger.warning(f"replica {name} {what}: update {update} is made by {self.size} replicas")
+
+    def close_copies(self) -> None:
+        """In a process that was forked from a member, as a worker of a loader is: closes the copies of its connections.
+
+        The others would not notice that the member has died, as long as the worker holds them open.
+        """
+        for number, inode in self._sockets.items():
+            with suppress(OSError):
+                if os.fstat(number).st_ino == inode:
+                    os.close(number)
+
+    @staticmethod
+    def after_fork() -> None:
+        """Of any process that is forked from this one."""
+        if Members._in_run is not None:
+            Members._in_run.close_copies()
+            Members._in_run = None
 
     def lose(self) -> None:
         """Gives the process group up, so that the members that wait for this one notice it at once."""
@@ -436,6 +468,22 @@ def _seconds(name: str, default: str) -> float:
         raise ValueError(f"{name} in the environment must be a number of seconds above 0, got {text!r}") from None
 
 
+def _open_sockets() -> dict[int, int]:
+    """The numbers of the sockets that are open in this process, with their inodes; none where that cannot be seen."""
+    found, files = dict[int, int](), Path("/dev/fd")
+    for file in files.iterdir() if files.is_dir() else ():
+        with suppress(OSError):
+            status = os.fstat(int(file.name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[int(file.name)] = status.st_ino
+    return found
+
+
+def _since(before: dict[int, int]) -> dict[int, int]:
+    """Those that were opened since then."""
+    return {number: inode for number, inode in _open_sockets().items() if before.get(number) != inode}
+
+
 def _has_ended() -> bool:
     return _ENDED in os.environ and Path(os.environ[_ENDED]).exists()
 
@@ -477,3 +525,6 @@ def _from_bytes(content: Tensor) -> Any:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
+
+
+os.register_at_fork(after_in_child=Members.after_fork)

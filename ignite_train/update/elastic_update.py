@@ -62,11 +62,13 @@ class ElasticUpdate(Update):
             _refuse_own_groups(trainer)
             members.join(lambda: _counted(trainer), capture, restore)
             self._note(trainer)
+            if members.is_stopped:
+                trainer.terminate(agreed=True)
 
         def leave() -> None:
             try:
                 if this.progress.ended:
-                    members.part(lambda: _counted(this))
+                    members.part(lambda: _counted(this), stopped=this.should_terminate)
             finally:
                 members.leave()
 
