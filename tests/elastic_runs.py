@@ -100,6 +100,8 @@ class Trap:
 
     def __call__(self, place: str) -> None:
         card = self._card
+        if place == "being healed":
+            (self._directory / f"healed-{os.getpid()}").touch()
         if card is None or place != card.place:
             return
         self._passed += 1
@@ -228,10 +230,16 @@ class Runner:
         if not self._cards and not self._dealt:
             (self._directory / "enough").touch()
         waits_for_change = all(card.place == "healing another" for card in self._dealt.values())
-        if (self._cards or self._dealt) and waits_for_change and time.monotonic() - self._started > _NO_CHANGE_SECONDS:
+        if (self._cards or self._dealt) and waits_for_change and self._has_settled():
             process = max(process for process in self._running if process not in self._dealt)
             os.kill(process, signal.SIGKILL)  # so that one comes which is to be healed
             self._started = time.monotonic()
+
+    def _has_settled(self) -> bool:
+        """Whether the replica that was started last has long been a member."""
+        newest = max(self._running, default=0)
+        is_member = (self._directory / f"healed-{newest}").exists() or self._births[self._running.get(newest, 0)] == 1
+        return is_member and time.monotonic() - self._started > _NO_CHANGE_SECONDS
 
     def _kill_lighthouse(self) -> None:
         now = time.monotonic()

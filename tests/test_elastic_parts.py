@@ -15,6 +15,7 @@ import torch
 from ignite.engine import Events
 from ignite.metrics import Average
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from ignite_train import (
     ForwardOutput,
@@ -72,6 +73,36 @@ def test_a_part_that_looks_at_one_replica_only_is_refused(with_members: Callable
 
     with pytest.raises(ValueError, match=rf"^{name}.* must be left out with reduction='elastic': ") as refusal:
         REFUSED[name](make())
+    assert "\n" not in str(refusal.value)
+
+
+class Distributed(nn.parallel.DistributedDataParallel):
+    """A wrapper without a process group."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
+def sharded() -> nn.Module:
+    """A module with the class that `fully_shard` gives it."""
+    module = nn.Linear(3, 1)
+    module.__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make_model", "name"), [(lambda: Distributed(nn.Linear(3, 1)), "Distributed"), (sharded, "FSDPLinear")]
+)
+def test_a_wrapped_model_is_refused(
+    with_members: Callable[[FewMembers], None], make_model: Callable[[], nn.Module], name: str
+) -> None:
+    """In one line, when the trainer is made."""
+    with_members(FewMembers())
+    model = make_model()
+
+    with pytest.raises(ValueError, match=rf"plain module .* for reduction='elastic', got a {name} in it; ") as refusal:
+        create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward, seed=0, options=ELASTIC)
     assert "\n" not in str(refusal.value)
 
 
