@@ -1,0 +1,39 @@
+"""The pictures of docs/gallery.md can be drawn again, and show what the page says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from processes import DEADLINE_SECONDS
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples/gallery.py"
+
+pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="looks at a checkout, and here is none")
+
+
+def drawn(what: str, picture: Path) -> str:
+    command = [sys.executable, str(SCRIPT), what, "--output", str(picture)]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=True).stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    return printed
+
+
+@pytest.mark.slow
+def test_the_cost_is_drawn_from_the_results(tmp_path: Path) -> None:
+    """With matplotlib, of the table that is there."""
+    drawn("cost", tmp_path / "cost.png")
+
+
+@pytest.mark.nightly
+def test_no_kill_changes_a_loss(tmp_path: Path) -> None:
+    """Of all updates, those that were made again too."""
+    printed = drawn("kills", tmp_path / "kills.png")
+
+    # How many are made again depends on whether the newest checkpoint was complete at the kill.
+    assert re.fullmatch(r"\d+ updates, \d+ of them made again, 0 with another loss\n", printed)
