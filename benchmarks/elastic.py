@@ -141,7 +141,7 @@ class Group:
     ) -> None:
         self.directory, self._kind, self._number = directory, kind, number
         self._arguments = [kind, str(directory), str(updates), str(sleep_ms)]
-        self._environment = os.environ | {"RUST_LOG": "off"} | ({"SAVES": "1"} if saves else {})
+        self._environment = os.environ | ({"SAVES": "1"} if saves else {})
         self.processes: list[subprocess.Popen[bytes]] = []
         self._lighthouse: Any = None
         if kind != "explicit":
@@ -285,6 +285,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--replicas", type=int)
     given = parser.parse_args()
+    os.environ["RUST_LOG"] = "off"  # torchft writes a line for each question otherwise
     busy = os.getloadavg()[0]
     if busy > 0.5:
         print(f"The machine is busy (load {busy:.1f}): these numbers measure that, and must not be published.")

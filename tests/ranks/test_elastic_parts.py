@@ -14,6 +14,7 @@ import pytest
 import torch
 from ignite.engine import Events
 from ignite.metrics import Average
+from test_elastic import ELASTIC, FewMembers, forward, loader, make, with_members
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -46,7 +47,6 @@ from ignite_train.handlers import (
     predict,
 )
 from ignite_train.ranks import members
-from test_elastic import ELASTIC, FewMembers, forward, loader, make, with_members
 
 __all__ = ["with_members"]  # a fixture
 
