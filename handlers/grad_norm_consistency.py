@@ -93,6 +93,8 @@ class GradNormConsistency(PiggybackHandler):
         4
     """
 
+    not_elastic = "it compares the ranks of a process group, and replicas that come and go are in none"
+
     def __init__(self, *, tolerance: float = 1e-6) -> None:
         self.tolerance = real_number("tolerance", tolerance, above=0)
         self._rank = 0

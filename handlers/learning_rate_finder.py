@@ -103,7 +103,7 @@ class LearningRateFinder(FastaiLRFinder):
 
         Raises:
             TypeError: an argument has the wrong type, or `make_trainer` makes no trainer.
-            ValueError: an argument has an invalid value, or the trainer has a `Checkpoint`.
+            ValueError: an argument has an invalid value, or the trainer has a `Checkpoint`, or its replicas come and go.
         """
         self._smoothing = real_number("smooth_f", smooth_f, at_least=0)
         if self._smoothing >= 1:
@@ -126,6 +126,11 @@ class LearningRateFinder(FastaiLRFinder):
         trainer = self._make_trainer()
         if not isinstance(trainer, Trainer):
             raise TypeError(f"make_trainer must return a Trainer, got {describe(trainer)}")
+        if trainer.is_elastic:
+            raise ValueError(
+                "make_trainer must make a trainer for one process, got reduction='elastic', whose replicas would end with the "
+                "search; find the rate on one process first"
+            )
         if trainer.checkpoint is not None:
             raise ValueError(
                 "make_trainer must attach no Checkpoint, which would save the search, or resume a run in its place"

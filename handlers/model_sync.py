@@ -38,6 +38,8 @@ class ModelSync(Handler):
         >>> state = trainer.run([torch.randn(8, 3)] * 4, max_epochs=2)
     """
 
+    not_elastic = "it averages buffers over the ranks of a process group, and replicas that come and go are in none"
+
     is_collective = True
 
     def __init__(self) -> None:

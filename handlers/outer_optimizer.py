@@ -76,6 +76,8 @@ class OuterOptimizer(Handler):
         3
     """
 
+    not_elastic = "its replicas train on their own between two outer steps; that is reduction='local'"
+
     is_collective = True
 
     same_on_all_ranks = True

@@ -59,6 +59,8 @@ class SeveralGradients(Handler):
         1.7321
     """
 
+    not_elastic = "it would combine the gradients of one replica and not those of all"
+
     is_collective = True
 
     def __init__(self, combine: Combine, *, parameters: nn.Module | Iterable[nn.Parameter] | None = None) -> None:

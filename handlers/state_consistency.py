@@ -147,6 +147,8 @@ class StateConsistency(PiggybackHandler):
         4
     """
 
+    not_elastic = "it compares the ranks of a process group, and replicas that come and go are in none"
+
     def __init__(
         self,
         model: nn.Module,

@@ -107,7 +107,8 @@ class StepTimer(PiggybackHandler):
 
     def attach(self, trainer: Trainer, event: Event = every(50, Events.ITERATION_COMPLETED)) -> RemovableEventHandle:
         """Measures each update. At `event` an interval ends, and the ranks tell one another their means."""
-        self.payload_size = len(SECTIONS) * collectives.world_size()
+        # Elastic replicas are others from update to update: each knows its own times.
+        self.payload_size = 0 if trainer.is_elastic else len(SECTIONS) * collectives.world_size()
         self._sections = sections = trainer.sections
         make_event = event_maker(next(trainer.model.parameters()).device)
         if make_event is not None:
@@ -201,6 +202,8 @@ class StepTimer(PiggybackHandler):
 
     def payload(self) -> Sequence[float]:
         """The means of this rank in its place, where an interval has ended."""
+        if not self.payload_size:
+            return []
         if self._due is not None:
             self._sent, self._due = self._due, None
         numbers = [0.0] * self.payload_size

@@ -29,8 +29,13 @@ class Handler(Attachable):
 
     Most handlers need more than one event. On a single event they would do nothing, or only a part, without a warning. A
     derived class defines `attach`, whose arguments are checked before it is called.
+
+    Attributes:
+        not_elastic: why the handler would be wrong where replicas come and go, so that `attach` refuses it; empty if it is
+            right there.
     """
 
+    not_elastic = ""
     _number = 0  # in the order in which handlers are made
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -63,6 +68,8 @@ def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
         name = type(self).__name__
         self.unattached.pop(self._number, None)
         _check_trainer(name, trainer)
+        if trainer.is_elastic and self.not_elastic:
+            raise ValueError(f"{name} must be left out with reduction='elastic': {self.not_elastic}")
         if arguments or "event" in named:
             _check_event(name, arguments[0] if arguments else named["event"])
         _check_evaluator(name, named.get("evaluator"))

@@ -40,7 +40,7 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
 
     Raises:
         TypeError: `trainer` is not a trainer, or `metric` is not a metric of Ignite.
-        ValueError: `name` is the name of a metric that handlers publish.
+        ValueError: `name` is the name of a metric that handlers publish; or replicas come and go.
 
     Example:
         >>> import torch
@@ -61,6 +61,11 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
     if not isinstance(trainer, Trainer):
         raise TypeError(
             f"trainer must be a Trainer, got {describe(trainer)}; on an evaluator call metric.attach(evaluator, name)"
+        )
+    if trainer.is_elastic:
+        raise ValueError(
+            f"attach_metric(..., {name!r}) must be left out with reduction='elastic': it would count the predictions of one "
+            "replica; return sums in ForwardOutput(logs=...), which cross the replicas"
         )
     if not isinstance(metric, Metric):
         raise TypeError(f"metric must be a metric of Ignite, got {describe(metric)}")
