@@ -128,7 +128,7 @@ class MicroBatchPass:
         self._plan = self._make_plan(skip, position)
         self.max_micro_batches, self.more = None, 1
         self._rounds = 0  # what the groups since the position was found add up to, if none is cut short
-        self._num_given = 0  # groups, by this object
+        self._largest = self._num_as_large = 0  # the size of the largest group so far, and how many came since it did
         self._read = self.num_read = 0  # micro-batches since the position was found, and in the latest group
         self._waiting: list[Any] = []  # read for later groups
         self._is_last = False  # the look ahead has found no other group
@@ -198,10 +198,12 @@ class MicroBatchPass:
         plan, begin = self._plan, self._rounds
         if self._place.may_break and self._place.is_pass_broken() and self._read != plan.own_length:
             raise self._place.broken_pass_error()  # something is left of the pass
-        held = Held(self._waiting, number=self._num_given) if plan.may_be_rewritten else None
         size = self._sizes if isinstance(self._sizes, int) else self._sizes(self._num_done)
+        # Counted again from a larger group on: more is held then than a ring of the loader may have.
+        self._num_as_large = self._num_as_large + 1 if size <= self._largest else 0
+        self._largest = max(size, self._largest)
+        held = Held(self._waiting, number=self._num_as_large) if plan.may_be_rewritten else None
         expected = self._expected(size) if plan.arrives and not self._waiting else 0
-        self._num_given += 1
         self._num_done += 1
         self._rounds += size
         self.num_read, self._is_noted = 0, False
@@ -284,7 +286,7 @@ class MicroBatchPass:
             self._is_noted = True
 
         is_sized = self._plan.own_length is not None
-        return ArrivingGroup(read, expected, is_sized=is_sized, on_complete=end, number=self._num_given)
+        return ArrivingGroup(read, expected, is_sized=is_sized, on_complete=end, number=self._num_as_large)
 
     def _refuse_none(self) -> None:
         if not (self._rules.none_is_empty or self._reads_no_data()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -82,9 +82,14 @@ class Evaluator(Loop):
         self.transfer, self.precision = ToDevice(device), Precision(precision, device)
         self.statistics = Statistics(device, counts=self.data_ranks.counts)
         self._limit: int | None = None
+        self._contexts = ExitStack()  # of the running evaluation
         self.on_enter.append(lambda _: collectives.broadcast_buffers(this.model))
         self._is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self._uneven: Uneven = "replay" if uneven == "all" and self._is_sharded else uneven
+
+    def run_within(self, make_context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Has each run be inside a `with` of its own. Several are left in the reverse order, as nested ones are."""
+        self.on_enter.append(lambda _: self._contexts.enter_context(make_context()))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.model).__name__}, {self.precision.name})"
@@ -128,7 +133,8 @@ class Evaluator(Loop):
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
-            super().run(loader)
+            with self._contexts:
+                super().run(loader)
         finally:
             for module in training:
                 module.training = True
@@ -154,7 +160,7 @@ class Evaluator(Loop):
 
     def _close_epoch(self, started: float) -> None:
         self._publish()
-        with uneven_metrics(self):
+        with uneven_metrics(self, has_data=self.state.iteration > 0):
             super()._close_epoch(started)
 
     def _refuse_running_metrics(self, data: Iterable[Any]) -> None:
@@ -186,7 +192,7 @@ class Evaluator(Loop):
 
 
 class _Whole(Batches):
-    """One pass over micro-batches, one at a time.
+    """A pass over micro-batches, one at a time.
 
     Args:
         micro_batches: what is evaluated.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 __all__ = [
     "as_bytes",
     "as_gradient_of",
+    "bytes_at",
     "empty_gradient_of",
     "gradient_dtype",
     "is_dense",
@@ -15,6 +18,9 @@ __all__ = [
     "own_memory",
     "pairs_with",
 ]
+
+_CHUNKS, _CHUNK_BYTES = 8, 128  # of a large block of memory
+_FEW_BYTES = 1024  # are read in full
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -82,3 +88,11 @@ def as_gradient_of(values: Tensor, parameter: Tensor) -> Tensor:
 def is_lost(tensor: Tensor) -> bool:
     """Whether what a graph writes into it is lost, as it is with torch 2.13: it takes such a tensor for a number of Python."""
     return tensor.dim() == 0 and tensor.dtype is torch.float64 and tensor.device.type == "cpu"
+
+
+def bytes_at(address: int, num_bytes: int) -> bytes:
+    """All bytes of a small block of the host's memory, and some from all over a large one."""
+    if num_bytes <= _FEW_BYTES:
+        return ctypes.string_at(address, num_bytes) if num_bytes else b""
+    last = num_bytes - _CHUNK_BYTES
+    return b"".join(ctypes.string_at(address + last * k // (_CHUNKS - 1), _CHUNK_BYTES) for k in range(_CHUNKS))

@@ -58,6 +58,7 @@ class Gather:
     num_placeholders: int = 0
     _seeding: Seeding | None = field(init=False)
     _guard: HandlerGuard = field(init=False)
+    _num_guarded: int = 0  # times that handlers of MICRO_BATCH_STARTED are still looked at
     _is_guarded: bool = False  # whether an event has handlers that must not change gradients, so that these are compared
 
     def __post_init__(self) -> None:
@@ -121,7 +122,11 @@ class Gather:
         trainer.begin_section("forward")
         if self._seeding is not None:
             self._seeding.micro_batch(index)
-        trainer.fire_event(_MICRO_BATCH_STARTED)
+        if self._num_guarded:  # a FailureBoard has a handler of this event, so it is not looked at for ever
+            self._num_guarded -= 1
+            self._guard.fire(trainer, _MICRO_BATCH_STARTED)
+        else:
+            trainer.fire_event(_MICRO_BATCH_STARTED)
 
     def cross(self, trainer: Trainer) -> Totals:
         """After the last backward: reduces what is left, and gives the numbers of the update over all ranks. Collective."""
@@ -182,6 +187,7 @@ class Gather:
     def choose(self, trainer: Trainer) -> None:
         """Chooses what the handlers that are attached need. Called whenever others are."""
         self._is_guarded = trainer.has_handlers(_FORWARD_COMPLETED) or trainer.has_handlers(_BACKWARD_COMPLETED)
+        self._num_guarded = 4 * trainer.has_handlers(_MICRO_BATCH_STARTED)
 
     def _take_part(self, trainer: Trainer) -> None:
         """In place of the micro-batches that this rank lacks."""

@@ -44,7 +44,7 @@ class LossTerms:
         for micro_batch in group:
             for name, number in _checked(self._count(micro_batch)).items():
                 counted[name] = counted.get(name, 0.0) + number
-        if self._names is None:
+        if not self._names:  # the groups before were empty on all ranks
             everyones = collectives.gather_objects(sorted(counted))
             self._names = tuple(sorted({name for names in everyones for name in names}))
         unknown = [name for name in counted if name not in self._names]

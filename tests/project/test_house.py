@@ -134,7 +134,7 @@ OF_OTHERS = {
     "_version": "Tensor",
 }
 
-CORE = sorted(path for path in (ROOT / "ignite_train").rglob("*.py") if "handlers" not in path.parts)
+CORE = sorted(path for path in (ROOT / "ignite_train").rglob("*.py") if "handlers" not in path.relative_to(ROOT).parts)
 HANDLERS = sorted((ROOT / "handlers").glob("[!_]*.py"))
 LIBRARY = [*CORE, ROOT / "handlers/__init__.py", *HANDLERS]
 PACKAGES = {path for path in LIBRARY if path.name == "__init__.py"}

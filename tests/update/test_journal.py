@@ -60,7 +60,7 @@ def look(trainer: Trainer, model: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("saves", [False, True], ids=["alone", "with a checkpoint"])
 @pytest.mark.parametrize("end", End)
 def test_each_part_at_each_end(end: End, saves: bool, tmp_path: Path) -> None:
-    """What the update has changed is kept or put back as the table says; nothing else of it is left."""
+    """What the update has changed is kept or put back as the table says; nothing else of it is left, and no gradient."""
     trainer, model = made(loss_scaling=TorchLossScaling(8.0, growth_interval=1))
     # The random state is remembered for a search for values that are not finite, or where the run is saved.
     if saves:
