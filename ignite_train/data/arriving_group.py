@@ -23,7 +23,7 @@ class ArrivingGroup(MutableSequence[Any]):
         size: how many micro-batches the group has, unless the loader ends before.
         is_sized: whether the loader has said so.
         on_complete: called with the group when its last micro-batch has arrived.
-        number: of the group in its pass; see `Held`.
+        number: of the group; see `Held`.
 
     Attributes:
         waiting: makes the `with` in which the loader is waited for; the trainer sets it where that time is measured.

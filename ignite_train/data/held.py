@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Mapping
 from operator import is_
 from types import FunctionType, ModuleType
@@ -13,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ignite_train.model.memory_layout import as_bytes
+from ignite_train.model.memory_layout import bytes_at as _bytes_at
 
 __all__ = ["Held"]
 
 _MOST_PARTS = 64  # of a micro-batch are looked at
 _FEW_GROUPS = 16
-_CHUNKS, _CHUNK_BYTES = 8, 128  # of the contents of an array
-_FEW_BYTES = 1024  # are compared in full
+_CHUNKS = 8  # numbers of what does not lie in one piece
 # The objects of a micro-batch, kept so that no other gets the identity of one; and of each address, version and contents.
 _Parts = tuple[list[Any], list[tuple[int, int, bytes]]]
 _NO_MEMORY = 0, 0, b""
@@ -37,8 +36,8 @@ class Held:
 
     Args:
         micro_batches: those that are held already.
-        number: of the group in its pass. A loader that gives an object or its memory again does so from the beginning, so the
-            first 16 groups are looked at, and then each 16th.
+        number: of the group, counted from 0 in its pass and again where one is larger than all before. A loader that gives an
+            object or its memory again does so from the beginning, so the first 16 are looked at, and then each 16th.
     """
 
     def __init__(self, micro_batches: Iterable[Any] = (), *, number: int = 0) -> None:
@@ -140,14 +139,6 @@ def _marks(parts: _Parts) -> set[tuple[str, int]]:
         (part, address) for part, (address, _, _) in zip(*parts, strict=True) if not isinstance(part, (*_OPAQUE, type(None)))
     ]
     return {("object", id(part)) for part, _ in own} | {("address", address) for _, address in own if address}
-
-
-def _bytes_at(address: int, num_bytes: int) -> bytes:
-    """All bytes of a small block of memory, and some from all over a large one."""
-    if num_bytes <= _FEW_BYTES:
-        return ctypes.string_at(address, num_bytes) if num_bytes else b""
-    last = num_bytes - _CHUNK_BYTES
-    return b"".join(ctypes.string_at(address + last * k // (_CHUNKS - 1), _CHUNK_BYTES) for k in range(_CHUNKS))
 
 
 def _of_array(array: np.ndarray[Any, Any]) -> bytes:

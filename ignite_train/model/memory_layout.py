@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from operator import add, attrgetter, gt
+import ctypes
 
 import torch
 from torch import Tensor
@@ -11,17 +10,17 @@ from torch import Tensor
 __all__ = [
     "as_bytes",
     "as_gradient_of",
+    "bytes_at",
     "empty_gradient_of",
     "gradient_dtype",
     "is_dense",
     "is_lost",
     "own_memory",
     "pairs_with",
-    "share_memory",
-    "sharing_memory",
 ]
 
-_start, _size = Tensor.data_ptr, attrgetter("nbytes")
+_CHUNKS, _CHUNK_BYTES = 8, 128  # of a large block of memory
+_FEW_BYTES = 1024  # are read in full
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -31,31 +30,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
     as bytes.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def sharing_memory(tensors: Sequence[Tensor]) -> list[int]:
-    """The indices of dense tensors that would have to be copied, so that no two of `tensors` share a byte."""
-    if not share_memory(tensors):
-        return []
-    found, end = list[int](), 0
-    for start, index in sorted([(tensor.data_ptr(), index) for index, tensor in enumerate(tensors)]):
-        if start < end:
-            found.append(index)
-        else:
-            end = start + tensors[index].nbytes
-    return found
-
-
-def share_memory(tensors: Iterable[Tensor]) -> bool:
-    """Whether two of them share a byte. It is asked in each update, so no line of Python runs for each tensor."""
-    tensors = [*tensors]
-    if len(tensors) < 2:
-        return False
-    starts = [*map(_start, tensors)]
-    # Apart from each other, as many of them end before one begins as have begun before it.
-    ends = sorted(map(add, starts, map(_size, tensors)))
-    starts.sort()
-    return any(map(gt, ends, starts[1:]))
 
 
 def own_memory(tensor: Tensor) -> Tensor:
@@ -114,3 +88,11 @@ def as_gradient_of(values: Tensor, parameter: Tensor) -> Tensor:
 def is_lost(tensor: Tensor) -> bool:
     """Whether what a graph writes into it is lost, as it is with torch 2.13: it takes such a tensor for a number of Python."""
     return tensor.dim() == 0 and tensor.dtype is torch.float64 and tensor.device.type == "cpu"
+
+
+def bytes_at(address: int, num_bytes: int) -> bytes:
+    """All bytes of a small block of the host's memory, and some from all over a large one."""
+    if num_bytes <= _FEW_BYTES:
+        return ctypes.string_at(address, num_bytes) if num_bytes else b""
+    last = num_bytes - _CHUNK_BYTES
+    return b"".join(ctypes.string_at(address + last * k // (_CHUNKS - 1), _CHUNK_BYTES) for k in range(_CHUNKS))

@@ -100,7 +100,7 @@ def _each_once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _write_safetensors(state: Mapping[str, Tensor], output: Path, max_shard_bytes: int) -> None:
-    """One file, or several with an index, named as Hugging Face's libraries expect; removes what an earlier one has left."""
+    """Writes a file, or several with an index, named as Hugging Face's libraries expect; removes shards of earlier calls."""
     wrong = next((name for name, tensor in state.items() if not is_plain_dtype(tensor.dtype)), None)
     if wrong is not None:
         raise CheckpointError(

@@ -6,26 +6,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ignite_train.errors import ForwardContractError, GradientAccessError
 from ignite_train.events import TrainEvents
 from ignite_train.model.gradients import Gradients
+from ignite_train.model.memory_layout import bytes_at
 from ignite_train.model.optimizers import Optimizers, each_optimizer
 from ignite_train.trainer import Trainer
 
 __all__ = ["HandlerGuard"]
 
 _BACKWARD_COMPLETED = TrainEvents.BACKWARD_COMPLETED
+_FIRST = 4  # times that an event fires, in which contents are compared too
+_Seen = list[tuple[nn.Parameter, Tensor | None, int, bytes]]
 
 
 class HandlerGuard:
     """Refuses what handlers inside an update must not do: step an optimizer of the trainer, or change a gradient too early.
 
     Before GRADIENTS_REDUCED, and in GRADIENTS_READY, `.grad` is a sum, so that what is clipped or added there has the wrong
-    size. Gradients are compared by identity and by torch's count of changes. One that a handler has set to None is allowed:
-    its parameter stays where it is. Events without handlers cost nothing.
+    size. Gradients are compared by identity and by torch's count of changes, which leaves out those of `.grad.data`: so at
+    first what lies in the memory of the host is compared too. One that a handler has set to None is allowed: its parameter
+    stays where it is.
 
     Args:
         gradients: those of the trainer's optimizers.
@@ -35,6 +41,7 @@ class HandlerGuard:
 
     def __init__(self, gradients: Gradients, optimizer: Optimizer | Optimizers, *, keeps_graph: bool) -> None:
         self._gradients, self._optimizer, self._keeps_graph = gradients, optimizer, keeps_graph
+        self._num_fired: dict[str, int] = {}
 
     @contextmanager
     def readable(self, mean_factor: float) -> Iterator[None]:
@@ -84,7 +91,8 @@ class HandlerGuard:
 
     @contextmanager
     def _unchanged(self, event: str) -> Iterator[None]:
-        before = self._look()
+        self._num_fired[event] = self._num_fired.get(event, 0) + 1
+        before = self._look(with_contents=self._num_fired[event] <= _FIRST)
         with self.no_step(f"a handler of {event}"):
             yield
         if (name := self._changed(before)) is not None:
@@ -94,14 +102,29 @@ class HandlerGuard:
                 "gradients of your own use torch.autograd.grad"
             )
 
-    def _look(self) -> list[tuple[nn.Parameter, Tensor | None, int]]:
+    def _look(self, *, with_contents: bool = False) -> _Seen:
         found = [(parameter, parameter.grad) for parameter in self._gradients.parameters()]
-        return [(parameter, gradient, -1 if gradient is None else gradient._version) for parameter, gradient in found]
+        return [
+            (parameter, None, -1, b"")
+            if gradient is None
+            else (parameter, gradient, gradient._version, _contents(gradient) if with_contents else b"")
+            for parameter, gradient in found
+        ]
 
-    def _changed(self, before: list[tuple[nn.Parameter, Tensor | None, int]]) -> str | None:
+    def _changed(self, before: _Seen) -> str | None:
         """The name of the first parameter that has another gradient than before; None if none has."""
-        for parameter, gradient, version in before:
+        for parameter, gradient, version, contents in before:
             now = parameter.grad
-            if now is not None and (now is not gradient or now._version != version):
+            if now is None:
+                continue
+            if now is not gradient or now._version != version or (contents and _contents(now) != contents):
                 return self._gradients.name(parameter)
         return None
+
+
+def _contents(gradient: Tensor) -> bytes:
+    """A sample of what a gradient holds; nothing of one whose memory the host cannot look into."""
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    if type(local) not in (Tensor, nn.Parameter) or local.layout is not torch.strided or not local.is_cpu:
+        return b""
+    return bytes_at(local.data_ptr(), local.nbytes) if local.is_contiguous() else b""

@@ -368,7 +368,7 @@ def check(kind: str, name: str, directory: Path, accumulation_steps: int = 1, le
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind not in WITH_WORKERS][::2])  # all of them: the last test
 def test_goes_on_from_every_update_and_every_epoch(kind: str, tmp_path: Path) -> None:
-    """Each update, each end of an epoch and the end of the run, with every other kind of loader."""
+    """Resumed after each update, each end of an epoch and the end of the run, with every other kind of loader."""
     check(kind, "every update and epoch", tmp_path)
 
 
@@ -386,7 +386,7 @@ def test_goes_on_after_a_partial_group(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*WITH_WORKERS])
 def test_goes_on_with_workers(kind: str, tmp_path: Path) -> None:
-    """In the middle of an epoch that is not the first, at the end of one, and at the end of the run."""
+    """Resumed in the middle of an epoch that is not the first, at the end of one, and of the run; random numbers too."""
     check(kind, "few", tmp_path)
 
 

@@ -149,11 +149,11 @@ def value_of(micro_batch: Any) -> float:
 class Refilling:
     """A loader without a length that fills one of a few containers with each micro-batch."""
 
-    def __init__(self, kind: str, containers: int = 1) -> None:
-        self.fills = [KINDS[kind]() for _ in range(containers)]
+    def __init__(self, kind: str, containers: int = 1, number: int = NUMBER) -> None:
+        self.fills, self.number = [KINDS[kind]() for _ in range(containers)], number
 
     def __iter__(self) -> Iterator[Any]:
-        for index in range(NUMBER):
+        for index in range(self.number):
             yield self.fills[index % len(self.fills)](torch.full((1, 1), float(index)))
 
 
@@ -231,6 +231,15 @@ def test_a_container_that_is_filled_again_is_refused(kind: str, place: str) -> N
         PLACES[place](kind)
     assert "yield a new dict, list or object each time, and a copy" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_that_grows_late_is_looked_at(kind: str) -> None:
+    """The ring was long enough for all groups before, so that the loader did nothing wrong until then."""
+    trainer = make(lambda update: 2 if update < 40 else 4)
+    with pytest.raises(ValueError, match=REFUSED):
+        trainer.run(Refilling(kind, containers=3, number=120))
+    assert trainer.state.iteration == 39  # updates, all of groups of two
 
 
 def _ahead() -> list[str]:

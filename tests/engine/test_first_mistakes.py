@@ -166,7 +166,23 @@ def add_noise(trainer: Trainer) -> None:
         parameter.grad = parameter.grad + 0.1
 
 
+def clamp_data(trainer: Trainer) -> None:
+    """As older programs write it: `.data` is a tensor of its own, whose changes torch does not count."""
+    for parameter in trainer.process.model.parameters():  # type: ignore[attr-defined]
+        parameter.grad.data.clamp_(-1e-3, 1e-3)
+
+
+def flip_data(trainer: Trainer) -> None:
+    for parameter in trainer.process.model.parameters():  # type: ignore[attr-defined]
+        parameter.grad.data.neg_()
+
+
+def penalty(trainer: Trainer) -> None:
+    sum(parameter.square().sum() for parameter in trainer.process.model.parameters()).backward()  # type: ignore[attr-defined]
+
+
 EVENTS = {
+    "MICRO_BATCH_STARTED": TrainEvents.MICRO_BATCH_STARTED,
     "FORWARD_COMPLETED": TrainEvents.FORWARD_COMPLETED,
     "BACKWARD_COMPLETED": TrainEvents.BACKWARD_COMPLETED,
     "GRADIENTS_READY": TrainEvents.GRADIENTS_READY,
@@ -177,6 +193,10 @@ CHANGES = {
     "clip before the step": (clip, "GRADIENTS_READY"),
     "noise after backward": (add_noise, "BACKWARD_COMPLETED"),
     "noise before the step": (add_noise, "GRADIENTS_READY"),
+    "data clamped after backward": (clamp_data, "BACKWARD_COMPLETED"),
+    "data clamped before the step": (clamp_data, "GRADIENTS_READY"),
+    "data of the other sign": (flip_data, "GRADIENTS_READY"),
+    "a penalty before forward": (penalty, "MICRO_BATCH_STARTED"),
 }
 
 

@@ -191,7 +191,7 @@ def free_port(address: str) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="127.0.0.2 is an address of every machine on Linux only")
 def test_two_agents_on_two_addresses_make_the_updates_of_one_process(script: Path, alone: Result) -> None:
-    """Each agent has an address of its own, and the store, which one of them holds, is met at the other's."""
+    """Each agent of torchrun has an address of its own, and the store, which one of them holds, is met at the other's."""
     hosts = Host("127.0.0.1", "lo"), Host("127.0.0.2", "lo")
     check_agents(run_agents(script, f"127.0.0.2:{free_port('127.0.0.2')}", hosts), alone)
 

@@ -144,7 +144,7 @@ def trace() -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_the_statistics_overlap_backward() -> None:
-    """In DDP they are handed to the backend's threads before the last backward begins, in a trace of torch's profiler."""
+    """In DDP their collective is given to the backend before the last backward begins, in a trace of torch's profiler."""
     for statistics, backward in run_ranks(trace):
         assert statistics < backward
 

@@ -122,7 +122,7 @@ def test_one_process(sizes: list[int], accumulation_steps: int, dtype: torch.dty
     ],
 )
 def test_two_ranks(sizes: list[list[int]], accumulation_steps: int, sized: bool, way: str) -> None:
-    """Two ranks make the single process's updates together, whatever the share of each, bitwise alike on both."""
+    """Two ranks make the updates of one process, with its norms, whatever each has and the way of the reduction; both alike."""
     data = cuts.samples()
     shards = [cuts.cut(data, sizes[0]), cuts.cut(data, sizes[1], start=sum(sizes[0]))]
     for tolerance, *results in zip(

@@ -60,7 +60,7 @@ def look(trainer: Trainer, model: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("saves", [False, True], ids=["alone", "with a checkpoint"])
 @pytest.mark.parametrize("end", End)
 def test_each_part_at_each_end(end: End, saves: bool, tmp_path: Path) -> None:
-    """What the update has changed is kept or put back as the table says; nothing else of it is left."""
+    """What the update has changed is kept or put back as the table says; nothing else of it is left, and no gradient."""
     trainer, model = made(loss_scaling=TorchLossScaling(8.0, growth_interval=1))
     # The random state is remembered for a search for values that are not finite, or where the run is saved.
     if saves:
@@ -139,6 +139,40 @@ def test_a_part_that_raises_does_not_hold_the_others_up(closes: bool) -> None:
     assert isinstance(caught.value.__context__, KeyboardInterrupt)
     ending = (End.STEPPED, True) if closes else (End.BROKEN_BEFORE, False)
     assert [part.ends for part in parts] == [["mark", (how, *ending)] for how in ("keep", "put back", "keep")]
+
+
+def test_an_update_that_has_moved_does_not_end_as_a_skip() -> None:
+    """Host and device decide from the same numbers; if they ever differ, the run ends and does not count a skip."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    watch = StepWatch(optimizer)
+    journal = Journal(watch)
+
+    def run() -> None:
+        with journal as opened:
+            watch.enter(optimizer)
+            opened.close(End.SKIPPED, applied=False)
+
+    with pytest.raises(AssertionError):
+        run()
+    assert journal.ending.end is End.BROKEN_AFTER
+
+
+@pytest.mark.parametrize("event", ["FORWARD_COMPLETED", "BACKWARD_COMPLETED", "GRADIENTS_REDUCED", "GRADIENTS_READY"])
+def test_a_handler_that_comes_within_an_update_is_called_in_it(event: str) -> None:
+    """What depends on the handlers is chosen when they come and go, also while an update runs."""
+    trainer, _ = made()
+    fired: list[int] = []
+
+    def come() -> None:
+        handle = trainer.add_event_handler(TrainEvents[event], lambda: fired.append(trainer.state.iteration))
+        trainer.add_event_handler(TrainEvents.STEP_COMPLETED(once=2), handle.remove)
+
+    trainer.add_event_handler(TrainEvents.MICRO_BATCH_STARTED(once=2), come)
+    batch = torch.randn(4, 3), 4.0
+    for _ in range(3):
+        trainer.update([batch, batch])
+    times = 2 if event in ("FORWARD_COMPLETED", "BACKWARD_COMPLETED") else 1
+    assert fired == [1] + [2] * times
 
 
 @pytest.mark.parametrize("update", [1, 3])

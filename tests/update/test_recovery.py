@@ -361,7 +361,7 @@ def refused(way: str) -> str:
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_recovery_is_refused_where_others_would_wait(way: str) -> None:
-    """Inside hooks a rank that leaves its backward leaves the others waiting: refused, with the remedy."""
+    """Inside hooks a rank that leaves its backward for lack of memory leaves the others waiting: refused, with the remedy."""
     for message in run_ranks(refused, way):
         assert "reduction='explicit'" in message
 
@@ -640,7 +640,7 @@ def skip_for_ever() -> tuple[int, int, int]:
 
 
 def test_skipping_gives_up_on_all_ranks() -> None:
-    """Two skips in a row are survived, the third in a row ends both ranks in the same update."""
+    """Two updates in a row that are not finite are survived, the third in a row ends both ranks in the same update."""
     assert run_ranks(skip_for_ever) == [(7, 3, 2)] * 2
 
 

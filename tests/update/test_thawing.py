@@ -90,7 +90,7 @@ def train(plan: Plan, bucketed: bool) -> dict[str, list[float]]:
 @pytest.mark.parametrize("bucketed", [False, True], ids=["beside the statistics", "in buckets"])
 @pytest.mark.parametrize("name", PLANS)
 def test_what_is_trainable_may_change_in_a_run(name: str, bucketed: bool) -> None:
-    """Explicitly reduced replicas stay equal bit by bit, and come to what float64 arithmetic comes to."""
+    """Frozen or thawed, explicitly reduced replicas stay equal bit by bit, and come to what float64 arithmetic does."""
     first, second = run_ranks(train, PLANS[name], bucketed)
     assert first == second
     for key, expected in by_hand(PLANS[name]).items():
