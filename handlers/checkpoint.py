@@ -22,13 +22,12 @@ from ignite_train.checkpoint.disk import refuse_other_systems
 from ignite_train.checkpoint.held_state import HeldState
 from ignite_train.checkpoint.manifest import Manifest, seal
 from ignite_train.checkpoint.read_checkpoint import best
-from ignite_train.checkpoint.resume import Resumption
+from ignite_train.checkpoint.resume import Resumption, log_how_exact
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.run_objects import SavedRun, checked_objects
 from ignite_train.checkpoint.run_state import check_contents, restore_model
 from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.writer import GIVE_UP_AFTER, CheckpointWriter
-from ignite_train.data.position import how_exact
 from ignite_train.engine.dispatch import Dispatcher, Stateful
 from ignite_train.errors import CheckpointError
 from ignite_train.kinds_of_handlers import Handler
@@ -320,12 +319,8 @@ class Checkpoint(Handler):
         self._follow_evaluations()
         self.saver.prepare()
         if collectives.is_main_rank() and not self._has_warned and trainer.state.dataloader is not None:
+            log_how_exact(trainer.state.dataloader)
             self._has_warned = True
-            doubts, note = how_exact(trainer.state.dataloader)
-            for doubt in doubts:
-                _logger.warning(doubt)
-            if note:
-                _logger.info(note)
         self.cadence.start(None if self.cadence.score is None else self._best_on_disk())
 
     def _follow_evaluations(self) -> None:

@@ -139,6 +139,7 @@ class CheckpointDirectory:
         self.frozen: FrozenFile | None = None
         self._being_removed: set[str] = set()  # by this process; a run that broke off may still do it beside the next
         self._manifests: dict[str, Manifest] = {}
+        self._frozen_names: list[str] = []  # what the latest scan has found
         self._warned_about: set[str] = set()
 
     def exists(self) -> bool:
@@ -163,7 +164,9 @@ class CheckpointDirectory:
         """
         known, self._manifests = {} if afresh else self._manifests, {}
         failed: list[UnusableCheckpoint] = []
-        for name in self.disk.names(self.path) if self.exists() else []:
+        names = self.disk.names(self.path) if self.exists() else []
+        self._frozen_names = [name for name in names if is_frozen_name(name)]
+        for name in names:
             if is_checkpoint_name(name):
                 try:
                     self._manifests[name] = known[name] if name in known else read_manifest(self.path / name)
@@ -304,10 +307,9 @@ class CheckpointDirectory:
     def _remove_frozen(self) -> None:
         """Removes the files of frozen weights that no checkpoint refers to."""
         try:
-            present = [name for name in self.disk.names(self.path) if is_frozen_name(name)]
-            found, failed = self.scan() if present else ([], [])
+            found, failed = self.scan() if self._frozen_names else ([], [])
             used = {name for _, manifest in found for name in manifest.files}
-            for name in present if not failed else ():  # one that cannot be read may refer to any
+            for name in self._frozen_names if not failed else ():  # one that cannot be read may refer to any
                 if name not in used:
                     self.disk.remove_tree(self.path / name)
         except OSError as error:
