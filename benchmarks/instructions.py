@@ -9,8 +9,8 @@ without AVX-512: a ratio of instructions says how much work is spared, not how m
 What people write by default, with optimizers that are not fused, has tables for 1, 4 and 16 micro-batches an update. A table
 of its own says what `attach_defaults` adds to the same loop, in updates without a line and over a whole interval.
 
-In the updates 1, 2, 4, 8, ... a trainer looks whether forward draws from Python's generator, whose state takes 0.1 million
-instructions to read, and so it does in those that follow them. None of these is among the updates that count.
+In the updates 1, 2, 4, 8, ... a trainer looks whether Python's generator was drawn from, whose state takes 0.1 million
+instructions to read. None of these is among the updates that count.
 """
 
 import gc

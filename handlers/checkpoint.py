@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,17 +17,18 @@ from torch import nn
 from ignite_train.arguments import directory_of, mapping_of, one_of, positive_int
 from ignite_train.checkpoint.cadence import Cadence
 from ignite_train.checkpoint.capture import capture, handler_settings, plain_config, versions
-from ignite_train.checkpoint.directory import Contents, together
+from ignite_train.checkpoint.directory import Contents, together, try_out
 from ignite_train.checkpoint.disk import refuse_other_systems
-from ignite_train.checkpoint.found import best
 from ignite_train.checkpoint.held_state import HeldState
 from ignite_train.checkpoint.manifest import Manifest, seal
-from ignite_train.checkpoint.resume import Resumption, log_how_exact
+from ignite_train.checkpoint.read_checkpoint import best
+from ignite_train.checkpoint.resume import Resumption
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.run_objects import SavedRun, checked_objects
 from ignite_train.checkpoint.run_state import check_contents, restore_model
 from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.writer import GIVE_UP_AFTER, CheckpointWriter
+from ignite_train.data.position import how_exact
 from ignite_train.engine.dispatch import Dispatcher, Stateful
 from ignite_train.errors import CheckpointError
 from ignite_train.kinds_of_handlers import Handler
@@ -105,6 +107,10 @@ class Checkpoint(Handler):
         give_up_after: with `on_error="warn"`, this many failures in a row are raised.
         on_changed_data: what happens if a run resumes in the middle of an epoch with another loader (another seed, length or
             batch size, for example), so that samples would be missed or used twice: `"raise"`, or `"warn"` and continue.
+        frozen: where parameters lie that do not require grad: in `"each"` checkpoint, or `"once"` in a file beside the
+            checkpoints that refer to it, as for adapters on a large model. It is named by what is in it, written again when
+            that changes, and removed when no checkpoint refers to it. A checkpoint that is copied needs that file beside it;
+            `consolidate` makes one file of both.
 
     Attributes:
         held_seconds: how long the latest save held the run, in seconds.
@@ -148,6 +154,7 @@ class Checkpoint(Handler):
         script_wins: Iterable[str] = (),
         give_up_after: int = GIVE_UP_AFTER,
         on_changed_data: Literal["raise", "warn"] = "raise",
+        frozen: Literal["each", "once"] = "each",
     ) -> None:
         refuse_other_systems()
         self.directory = directory_of("directory", directory).absolute()
@@ -171,12 +178,14 @@ class Checkpoint(Handler):
         self.to_save, self.config = checked_objects(to_save or {}), mapping_of("config", config)
         self.on_changed_data = one_of("on_changed_data", on_changed_data, ("raise", "warn"))
         self.held_seconds = self.total_held_seconds = 0.0
-        self._rules, self._held = StateRules(leave_out, script_wins), HeldState()
+        is_once = one_of("frozen", frozen, ("each", "once")) == "once"
+        self._rules, self._held = StateRules(leave_out, script_wins, frozen_once=is_once), HeldState()
         self._run: SavedRun | None = None
         self._resumption: Resumption | None = None
         self._is_running = self._has_warned = False
         self._empty: set[str] = set()  # names in `to_save` that a warning was given for
         self._untried_until = math.inf  # the number of steps after which the state is tried once more
+        self._facts: dict[str, Any] | None = None  # what each manifest of the running run says of its settings
 
     def __repr__(self) -> str:
         latest = "" if self.latest is None else f", latest={self.latest.name!r}"
@@ -300,7 +309,7 @@ class Checkpoint(Handler):
         """
         run, resumption = self._attached()
         self.saver.wait()
-        self._rules.begin(run, self._held.names(run.engines))
+        self._rules.begin(run, self._held.names(run))
         manifest = resumption.restore(resume)
         if manifest is not None:
             self.cadence.note_resumed(manifest)
@@ -311,8 +320,12 @@ class Checkpoint(Handler):
         self._follow_evaluations()
         self.saver.prepare()
         if collectives.is_main_rank() and not self._has_warned and trainer.state.dataloader is not None:
-            log_how_exact(trainer.state.dataloader)
             self._has_warned = True
+            doubts, note = how_exact(trainer.state.dataloader)
+            for doubt in doubts:
+                _logger.warning(doubt)
+            if note:
+                _logger.info(note)
         self.cadence.start(None if self.cadence.score is None else self._best_on_disk())
 
     def _follow_evaluations(self) -> None:
@@ -340,15 +353,17 @@ class Checkpoint(Handler):
     def _put_back(self, trainer: Trainer) -> None:
         """After all other handlers of STARTED. In the middle of an epoch EPOCH_STARTED follows, where metrics reset."""
         run, resumption = self._attached()
-        self._held.note(run.engines)
+        self._held.note(run)
         if trainer.state_dict()["epoch_iteration"] == 0:
             resumption.put_back_objects()
 
     def _try_out(self, trainer: Trainer) -> None:
         """After all other handlers of STARTED: an error that each save would meet is found before the first batch."""
         run, _ = self._attached()
+        self._facts = self._settings(run)
         seal(self._manifest(run))
-        self.saver.try_out(self._capture(run))
+        contents = self._capture(run)
+        self.saver.attempt(lambda: try_out(self.saver.directory, contents, collectives.gather_objects))
         self._untried_until = trainer.state.num_steps  # an optimizer has no state before its first step
 
     # --- when the run is saved --------------------------------------------------------------------------------------------
@@ -366,7 +381,9 @@ class Checkpoint(Handler):
             self._untried_until = math.inf
             run, _ = self._attached()
             contents = self._capture(run)
-            self.saver.try_reading(lambda: check_contents(contents, run, self._rules))
+            check = partial(check_contents, contents, run, self._rules)
+            what = "trying to save the state after the first step"
+            self.saver.attempt(lambda: together(collectives.gather_objects, what, check))
         is_last = trainer.should_terminate  # then the handlers of the end come next, and they save
         if not is_last and self.cadence.is_due_after_update(trainer.state.iteration):
             self._save()
@@ -384,7 +401,7 @@ class Checkpoint(Handler):
             self.saver.wait(is_last=True)
 
     def _stop(self) -> None:
-        self._is_running = False
+        self._is_running, self._facts = False, None
 
     def _abandon(self, _error: BaseException) -> None:
         self.saver.abandon(_PATIENCE_SECONDS)
@@ -404,8 +421,6 @@ class Checkpoint(Handler):
             self.cadence.request()
             return
         self._save()
-        if not self._is_running:
-            self.saver.wait()  # no training runs beside it, and the process may end next
 
     # --- saving -----------------------------------------------------------------------------------------------------------
 
@@ -425,8 +440,7 @@ class Checkpoint(Handler):
         """What this rank writes; warns of state that no checkpoint holds."""
         contents = capture(run, self._rules)
         if collectives.is_main_rank() and contents.failure is None:
-            saved = (piece.data for piece in contents.pieces.values())
-            self._held.warn(run.engines, saved, run.modules(), self._rules.leave_out)
+            self._held.warn(run, contents, self._rules.leave_out)
             self._warn_of_empty(run, contents)
         return contents
 
@@ -452,10 +466,13 @@ class Checkpoint(Handler):
             serial=0,
             world_size=collectives.world_size(),
             score=None if score is None or not math.isfinite(score) else score,
-            config=plain_config(self.config, run.trainer.config, handler_settings(run.engines)),
-            versions=versions(),
             files={},
+            **(self._facts or self._settings(run)),
         )
+
+    def _settings(self, run: SavedRun) -> dict[str, Any]:
+        config = plain_config(self.config, run.trainer.config, handler_settings(run.engines))
+        return {"config": config, "versions": versions()}
 
     def _moment(self) -> tuple[Any, ...]:
         """Where the run is: a state is saved once for each moment."""

@@ -59,6 +59,8 @@ class CurvatureMonitor(Handler):
         {'curvature/model': 18.0}
     """
 
+    not_elastic = "it would look at the samples of one replica and not at those of all"
+
     is_collective = True
 
     def __init__(

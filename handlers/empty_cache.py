@@ -70,7 +70,7 @@ class EmptyCache(Handler, Piggyback):
         return [float(told)]
 
     def on_reduced(self, sums: list[float]) -> None:
-        """Has all ranks empty after this update, if one of them needs it."""
+        """Has all ranks empty after this update, if some rank needs it."""
         self._is_due = sums[0] > 0
 
     def _empty_if_due(self) -> None:

@@ -227,7 +227,7 @@ class _Watch(threading.Thread):
         return first is not None
 
     def _find_death(self) -> bool:
-        """Whether another rank was killed in its run, and the main thread has not come out of it by itself.
+        """Whether another rank was killed in its run, and this rank's main thread has not ended its own by itself.
 
         Gloo does not wake a thread that only sends when the process to which it sends is gone.
         """
@@ -279,7 +279,7 @@ class _Watch(threading.Thread):
             time.sleep(_POLL_SECONDS / 10)
 
     def _dead(self, ranks: list[int]) -> set[int]:
-        """Those of `ranks` whose processes are known to have ended."""
+        """The ranks, among `ranks`, whose processes are known to have ended."""
         names = {rank: f"process of {rank}" for rank in ranks}
         if not self._processes.keys() >= {*names.values()}:
             self._processes |= self._messages.read_all(name for name in names.values() if name not in self._processes)

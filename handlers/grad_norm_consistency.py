@@ -77,9 +77,9 @@ class GradNormConsistency(PiggybackHandler):
     or learning rates that differ while gradients are averaged do not change the norm: `StateConsistency` finds those.
 
     A norm travels with the statistics of the next update, so that the result is known one update later and costs no collective
-    of its own; the last norm of a run takes one. The parameters in the message are those whose gradients differ in the update
-    in which the result is known, since those of the compared update are gone. All ranks attach it alike. The check is that of
-    fairseq's trainer (`_check_grad_norms`).
+    of its own; the last norm of a run takes one. The message names the parameters whose gradients differ in the update in
+    which the result is known, because the gradients of the compared update are gone. All ranks attach it alike. fairseq's
+    trainer has the same check (`_check_grad_norms`).
 
     Args:
         tolerance: the largest relative difference, greater than 0.
@@ -92,6 +92,8 @@ class GradNormConsistency(PiggybackHandler):
         >>> trainer.run(data, max_epochs=1).num_steps
         4
     """
+
+    not_elastic = "it compares the ranks of a process group, and replicas that come and go are in none"
 
     def __init__(self, *, tolerance: float = 1e-6) -> None:
         self.tolerance = real_number("tolerance", tolerance, above=0)
@@ -110,7 +112,7 @@ class GradNormConsistency(PiggybackHandler):
             self._due = trainer.state.iteration, trainer.state.update_output.grad_norm
 
     def payload(self) -> Sequence[float]:
-        """One for each rank: the norm in this rank's place."""
+        """A number for each rank: this rank's norm in its own place, zeros in the others."""
         if self._due is not None:
             self._sent, self._due = self._due, None
         words = [0.0] * self.payload_size

@@ -8,13 +8,14 @@ from itertools import islice
 from typing import NamedTuple
 
 import torch
-from ignite.engine import Events, RemovableEventHandle
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ignite_train.arguments import positive_int
 from ignite_train.events import TrainEvents
 from ignite_train.kinds_of_handlers import Handler
+from ignite_train.kinds_of_handlers.handler import handle_in_every_nth_update
+from ignite_train.model.averaged_tensors import local_tensors, plain_name
 from ignite_train.ranks import collectives
 from ignite_train.ranks.root_mesh import copies
 from ignite_train.trainer import Trainer
@@ -84,7 +85,6 @@ class GradientMonitor(Handler):
         self.with_histograms = with_histograms
         self.dead: tuple[str, ...] = ()
         self.histograms: dict[str, Histogram] = {}
-        self._handles: list[RemovableEventHandle] = []  # of the update that it looks at
         self._layers: list[str] = []  # of each parameter
         self._monitored: list[nn.Parameter] = []
         self._weights: list[Tensor] = []  # before the step
@@ -92,41 +92,22 @@ class GradientMonitor(Handler):
 
     def attach(self, trainer: Trainer) -> None:
         """Looks at updates of `trainer`."""
-        is_next = Events.ITERATION_COMPLETED(event_filter=lambda _, update: (update + 1) % self.every == 0)
-        trainer.add_event_handler(is_next, self._begin)
-        trainer.on_enter.append(self._begin)
+        handlers = {TrainEvents.GRADIENTS_READY: self._before_step, TrainEvents.STEP_COMPLETED: self._after_step}
+        handle_in_every_nth_update(trainer, self.every, handlers | {TrainEvents.STEP_SKIPPED: self._end})
         trainer.on_exit.append(self._end)
 
-    def _begin(self, trainer: Trainer) -> None:
-        """Listens in the next update, if it is due, and in no other.
-
-        With a handler of GRADIENTS_READY an update waits for the host before its step. A handler of ITERATION_STARTED would
-        cost something in each update: it may stop the run, and then what the loader has drawn is taken back.
-        """
-        self._end()
-        if (trainer.state.iteration + 1) % self.every:
-            return
-        events = (
-            (TrainEvents.GRADIENTS_READY, self._before_step),
-            (TrainEvents.STEP_COMPLETED, self._after_step),
-            (TrainEvents.STEP_SKIPPED, self._end),
-        )
-        self._handles = [trainer.prepend_event_handler(event, handler) for event, handler in events]
-
     def _end(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._weights, self._found, self._monitored = [], [], [], []
+        self._weights, self._found, self._monitored = [], [], []
 
     def _before_step(self, trainer: Trainer) -> None:
         model = trainer.model
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()]
-        paths = [name.replace("_orig_mod.", "").split(".")[:-1] for name, _ in named]
+        paths = [plain_name(name).split(".")[:-1] for name, _ in named]
         self._layers = [".".join(path[: self.depth]) or "model" for path in paths]
         self._monitored = [parameter for _, parameter in named]
         with torch.no_grad():
-            weights = _local(self._monitored)
-            gradients = _local([_NONE.to(p.device, p.dtype) if p.grad is None else p.grad for p in self._monitored])
+            weights = local_tensors(self._monitored)
+            gradients = local_tensors(_NONE.to(p.device, p.dtype) if p.grad is None else p.grad for p in self._monitored)
             factor = trainer.process.mean_factor()
             self._found = [_norms(gradients) * factor, _norms(weights)]
             if self.with_histograms:
@@ -136,7 +117,7 @@ class GradientMonitor(Handler):
 
     def _after_step(self, trainer: Trainer) -> None:
         with torch.no_grad():
-            torch._foreach_sub_(self._weights, _local(self._monitored))
+            torch._foreach_sub_(self._weights, local_tensors(self._monitored))
             self._found.insert(2, _norms(self._weights))
         self._publish(trainer, self._fetch())
         self._end()
@@ -178,11 +159,6 @@ class GradientMonitor(Handler):
         for name, part in zip(names, found, strict=True):
             counts[name] = [a + b for a, b in zip(counts[name], part, strict=True)]
         return {name: Histogram(_EDGES, tuple(map(round, sums))) for name, sums in counts.items()}
-
-
-def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, or the shards of this rank, which share their memory."""
-    return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach() for tensor in tensors]
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:

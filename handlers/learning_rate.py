@@ -77,7 +77,7 @@ class LearningRateSchedule(Handler):
 
         Raises:
             ValueError: the schedule is of another optimizer than that of `trainer`, or would be stepped twice in each update,
-                or one of its kind is attached that changes the rates of the same optimizer. When the run starts: it is a
+                or another schedule of its kind changes the rates of the same optimizer. When the run starts: it is a
                 `OneCycleLR`, which cannot be stepped as often as the run will do it.
         """
         self._refuse_a_second(trainer)

@@ -27,7 +27,7 @@ class LearningRateFinder(FastaiLRFinder):
     `get_results`, `lr_suggestion`, `apply_suggested_lr` and `plot` are Ignite's. What differs:
 
     - `"lr"` of the results is the rate with which the update was made, and the rates begin with `start_lr` and end with
-      `end_lr`. The loss beside it is that of all micro-batches and ranks, before that update.
+      `end_lr`. The loss beside it is the mean over all micro-batches and ranks, before that update.
     - A loss that is not finite ends the search, and is not in the results; nor is an update that was skipped.
     - `save_plot` writes the curve as a picture, which takes no screen.
 
@@ -103,7 +103,7 @@ class LearningRateFinder(FastaiLRFinder):
 
         Raises:
             TypeError: an argument has the wrong type, or `make_trainer` makes no trainer.
-            ValueError: an argument has an invalid value, or the trainer has a `Checkpoint`.
+            ValueError: an argument has an invalid value, or the trainer has a `Checkpoint`, or its replicas come and go.
         """
         self._smoothing = real_number("smooth_f", smooth_f, at_least=0)
         if self._smoothing >= 1:
@@ -126,6 +126,11 @@ class LearningRateFinder(FastaiLRFinder):
         trainer = self._make_trainer()
         if not isinstance(trainer, Trainer):
             raise TypeError(f"make_trainer must return a Trainer, got {describe(trainer)}")
+        if trainer.is_elastic:
+            raise ValueError(
+                "make_trainer must make a trainer for one process, got reduction='elastic', whose replicas would end with the "
+                "search; find the rate on one process first"
+            )
         if trainer.checkpoint is not None:
             raise ValueError(
                 "make_trainer must attach no Checkpoint, which would save the search, or resume a run in its place"
@@ -211,7 +216,7 @@ class LearningRateFinder(FastaiLRFinder):
 
 
 def _rates(name: str, given: Any, count: int) -> list[float]:
-    """One rate for each parameter group."""
+    """A rate for each parameter group."""
     rates = list(given) if isinstance(given, (list, tuple)) else [given] * count
     if len(rates) != count:
         raise ValueError(f"{name} must have one rate for each of the optimizer's {count} parameter groups, got {len(rates)}")

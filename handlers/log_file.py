@@ -5,10 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -16,6 +15,7 @@ from typing import Any, BinaryIO, Literal
 from ignite_train.arguments import COUNT, check_fields, directory_of, optional, path_of
 from ignite_train.kinds_of_handlers import RecordingHandler
 from ignite_train.kinds_of_handlers.recording_handler import numbered_path
+from ignite_train.metrics import json_line
 from ignite_train.trainer import Trainer
 
 __all__ = ["Csv", "JsonLines", "LogFile"]
@@ -52,7 +52,7 @@ class LogFile(RecordingHandler):
         self.path = path_of("path", path)
         directory_of("the directory of path", self.path.parent)
         self._file: BinaryIO | None = None  # opened when there is something to write
-        self._is_known = False  # whether the next two are those of the file: it was loaded, or written by this process
+        self._is_known = False  # whether the next two describe the file: it was loaded, or written by this process
         self._latest, self._lines = 0, 0  # the update of the latest lines, and how many they are
 
     def rows_at_end(self) -> list[tuple[str, str]]:
@@ -102,12 +102,11 @@ class LogFile(RecordingHandler):
         """See `RecordingHandler`."""
         return not self._is_known and self._has_lines()
 
-    def record(self, trainer: Trainer, names: tuple[str, ...], values: Sequence[float]) -> None:
+    def record(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
         """See `RecordingHandler`."""
         update = trainer.state.iteration
         if self._file is None:
             self._file = self._open()  # so that it is closed if this line cannot be written
-        numbers = dict(zip(names, values, strict=True))
         self._file = self._add(self._file, {"update": update, "epoch": trainer.state.epoch}, numbers)
         self._lines = self._lines + 1 if update == self._latest else 1
         self._latest = update
@@ -177,8 +176,7 @@ class JsonLines(LogFile):
             yield int(entries["update"]) if "update" in entries else None
 
     def _add(self, file: BinaryIO, place: Mapping[str, int], numbers: Mapping[str, float]) -> BinaryIO:
-        entries = {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
-        _write_whole(file, (json.dumps({**place, **entries}) + "\n").encode())
+        _write_whole(file, f"{json_line({**place, **numbers})}\n".encode())
         return file
 
 

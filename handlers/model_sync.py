@@ -1,4 +1,4 @@
-"""One model on all ranks before it is evaluated."""
+"""The same model on all ranks before it is evaluated."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ class ModelSync(Handler):
         >>> handle = Validation(evaluator, [torch.randn(8, 3)]).attach(trainer)
         >>> state = trainer.run([torch.randn(8, 3)] * 4, max_epochs=2)
     """
+
+    not_elastic = "it averages buffers over the ranks of a process group, and replicas that come and go are in none"
 
     is_collective = True
 

@@ -15,7 +15,7 @@ from ignite_train.arguments import describe, real_number
 from ignite_train.engine.dispatch import attached
 from ignite_train.events import Event, TrainEvents
 from ignite_train.kinds_of_handlers import Handler
-from ignite_train.model.averaged_tensors import averaged_statistics, averaged_tensors, move_towards
+from ignite_train.model.averaged_tensors import averaged_statistics, averaged_tensors, move_towards, plain_name
 from ignite_train.model.optimizers import stepped_parameters
 from ignite_train.ranks import collectives
 from ignite_train.ranks.wrapping import unwrap
@@ -92,8 +92,8 @@ class MomentumTeacher(Handler):
         """Moves the teacher at `event`, before other handlers there. Collective.
 
         Raises:
-            ValueError: teacher and student do not have the same parameters, or only one of them is sharded, or the optimizer
-                has parameters of the teacher, or none of the student, or the teacher would be moved twice in each step.
+            ValueError: teacher and student differ in their parameters or in how they are sharded, or the optimizer has
+                parameters of the teacher, or none of the student, or the teacher would be moved twice in each step.
         """
         if any(isinstance(other, MomentumTeacher) and other.teacher is self.teacher for _, other, _ in attached(trainer)):
             raise ValueError("teacher must be attached once, got one that is attached already and would be moved twice")
@@ -122,7 +122,7 @@ class MomentumTeacher(Handler):
         return trainer.prepend_event_handler(event, self)
 
     def _warn_of_rounding(self) -> None:
-        """Says that a momentum near 1 moves a teacher in 16 bits by less than what it is rounded to, so that it stays."""
+        """Warns of a teacher in 16 bits: a momentum near 1 moves it by less than its rounding, so that it stays."""
         rounded = [name for name, value in self.teacher.named_parameters() if value.dtype in (torch.bfloat16, torch.float16)]
         if rounded and collectives.is_main_rank():
             kind = str(self.teacher.get_parameter(rounded[0]).dtype).removeprefix("torch.")
@@ -147,12 +147,12 @@ class MomentumTeacher(Handler):
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """The state of the teacher, under `"model"`."""
-        return {"model": {name.replace("_orig_mod.", ""): value for name, value in self.teacher.state_dict().items()}}
+        return {"model": {plain_name(name): value for name, value in self.teacher.state_dict().items()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores it."""
         saved = state_dict["model"]
-        self.teacher.load_state_dict({name: saved[name.replace("_orig_mod.", "")] for name in self.teacher.state_dict()})
+        self.teacher.load_state_dict({name: saved[plain_name(name)] for name in self.teacher.state_dict()})
 
 
 class _TeacherBuffers:
@@ -165,16 +165,16 @@ class _TeacherBuffers:
         """Does nothing: it is attached so that its state is saved."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {name.replace("_orig_mod.", ""): buffer for name, buffer in self._teacher.named_buffers()}
+        return {plain_name(name): buffer for name, buffer in self._teacher.named_buffers()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         with torch.no_grad():
             for name, buffer in self._teacher.named_buffers():
-                buffer.copy_(state_dict[name.replace("_orig_mod.", "")])
+                buffer.copy_(state_dict[plain_name(name)])
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """What must be equal for two tensors to be averaged."""
+    """The shape and the sharding, which two tensors must share to be averaged."""
     return (tensor.shape, tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else (tensor.shape,)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ignite_train.arguments import describe
 from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.kinds_of_handlers import Handler
+from ignite_train.model.averaged_tensors import local_tensors
 from ignite_train.model.learning_rates import refuse_other_optimizer
 from ignite_train.trainer import Trainer
 
@@ -23,8 +25,8 @@ class OptimizerModes(Handler):
 
     Schedule-free optimizers (Defazio et al., The Road Less Scheduled) train at one point and are evaluated at another. Without
     these calls the score is that of the wrong weights, without an error. Going to the other point and back changes the last
-    bits of the weights; the handler puts those of training back, so that an evaluation leaves no trace. That needs memory for
-    a copy of them during the evaluation.
+    bits of the weights; the handler puts the bits of training back, so that an evaluation leaves no trace. That needs memory
+    for a copy of the weights during the evaluation.
 
     After training the optimizer is in its training mode, which checkpoints hold; call `optimizer.eval()` before you use the
     model or save it yourself.
@@ -59,7 +61,6 @@ class OptimizerModes(Handler):
         if not isinstance(optimizer, Optimizer) or not {"train", "eval"} <= {*dir(optimizer)}:
             raise TypeError(f"optimizer must have train() and eval(), as schedule-free ones do, got {describe(optimizer)}")
         self.optimizer: Any = optimizer
-        self._kept: list[Tensor] | None = None
 
     def attach(self, trainer: Trainer, *, evaluator: Evaluator | None = None) -> None:
         """Changes the mode for each run of `trainer` and of `evaluator`, if there is one. Attach it once for each evaluator.
@@ -73,24 +74,20 @@ class OptimizerModes(Handler):
             raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
         trainer.on_enter.append(lambda _: self.optimizer.train())
         if evaluator is not None:
-            evaluator.on_enter.append(self._begin)
-            evaluator.on_exit.append(self._end)
+            evaluator.run_within(self._evaluating)
 
-    def _begin(self, _evaluator: Evaluator) -> None:
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """In this `with` the optimizer is in its eval mode; afterwards the weights have the bits that they had."""
         with torch.no_grad():
-            self._kept = [weight.clone() for weight in self._weights()]
+            kept = [weight.clone() for weight in self._weights()]
         self.optimizer.eval()
-
-    def _end(self) -> None:
-        """Back to training, with the bits that the weights had. Nothing if the evaluation did not begin."""
-        kept, self._kept = self._kept, None
-        if kept is None:
-            return
-        self.optimizer.train()
-        with torch.no_grad():
-            torch._foreach_copy_(self._weights(), kept)
+        try:
+            yield
+        finally:
+            self.optimizer.train()
+            with torch.no_grad():
+                torch._foreach_copy_(self._weights(), kept)
 
     def _weights(self) -> list[Tensor]:
-        """Those of the optimizer, or the shards of this rank, which share their memory. To be called under `no_grad`."""
-        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
-        return [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+        return local_tensors(weight for group in self.optimizer.param_groups for weight in group["params"])

@@ -76,6 +76,8 @@ class OuterOptimizer(Handler):
         3
     """
 
+    not_elastic = "its replicas train on their own between two outer steps; that is reduction='local'"
+
     is_collective = True
 
     same_on_all_ranks = True
@@ -186,7 +188,7 @@ class OuterOptimizer(Handler):
         return {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
 
     def _rates(self) -> list[Any]:
-        """What the outer gradient of each parameter is divided by; empty without `by_inner_rate`.
+        """The divisor of the outer gradient of each parameter; empty without `by_inner_rate`.
 
         Raises:
             ValueError: a rate is 0.
@@ -207,7 +209,7 @@ class OuterOptimizer(Handler):
         self._weights = {name: parameter.detach().clone() for name, parameter in self._named.items()}
 
     def _warn_of_rest(self, trainer: Trainer) -> None:
-        """Says at the end of a run that the replicas are not equal: what uses the model then takes one of them."""
+        """Warns at the end of a run that the replicas are not equal: the model of each rank is another one."""
         if self._num_updates and collectives.world_size() > 1 and not trainer.replicas_are_equal:
             _logger.warning(
                 f"the run has ended {self._num_updates} updates after an outer step: each rank has weights of its own; end "

@@ -131,7 +131,7 @@ def _watched(loader: Any) -> tuple[Any, _Indices | None]:
 
 
 def _left_out(loader: Any) -> ValueError | None:
-    """What is wrong with a loader that drops a last micro-batch: the rows behind a sample of it would stand in its place."""
+    """The error of a loader that drops a last micro-batch: later rows would stand in the places of its samples."""
     batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
     if not isinstance(batches, BatchSampler) or not batches.drop_last:
         return None
@@ -157,7 +157,7 @@ class _Found:
         self._keys: list[tuple[int, int]] = []
 
     def add(self, evaluator: Evaluator) -> None:
-        """Keeps those of the latest micro-batch. What is wrong with them is raised later, on all ranks."""
+        """Keeps the outputs of the latest micro-batch. An error in them is raised later, on all ranks."""
         if self._problem is None:
             try:
                 self._add(evaluator.state.forward_output)
@@ -199,7 +199,7 @@ def _on_host(leaf: Tensor) -> Tensor:
 
 
 def _check(everyones: list[tuple[Exception | None, list[tuple[int, int]], Any]]) -> None:
-    """Raises on all ranks what is wrong on one of them, or among them.
+    """Raises an error of one rank, or of the outputs of all ranks together, on all ranks.
 
     Args:
         everyones: of each rank what is wrong there, the places of its rows in the dataset, and its outputs without rows.

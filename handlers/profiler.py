@@ -147,7 +147,7 @@ class Profiler(Handler):
             self._close_range, self._next = RANGES["record_function"](f"update {self._next}"), None
 
     def _end_ranges(self) -> None:
-        """Ends that of the section and that of the update around it."""
+        """Ends the range of the section, and the range of the update around it."""
         self._sections.set_ranges(None)
         if self._close_range is not None:
             self._close_range()
@@ -168,9 +168,9 @@ class Profiler(Handler):
 
 
 def _schedule(first: int) -> Callable[[int], torch.profiler.ProfilerAction]:
-    """Records from the update `first` on, counted from the one in which the profiler starts, until it is stopped.
+    """Records from the update `first` on, counted from the start of the profiler, until it is stopped.
 
-    Torch's own schedule warns where there is no warm-up.
+    Torch's own schedule warns if it has no warm-up.
     """
 
     def action(number: int) -> torch.profiler.ProfilerAction:

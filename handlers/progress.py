@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -21,9 +20,9 @@ from ignite_train.arguments import describe, one_of
 from ignite_train.engine.dispatch import Attachable, stateful_handlers
 from ignite_train.engine.introduction import introduction
 from ignite_train.engine.loop import Loop
-from ignite_train.events import Event, every
-from ignite_train.kinds_of_handlers import Handler
-from ignite_train.metrics import PUBLISHED_METRICS, grouped_metrics, is_published_metric, single_metrics
+from ignite_train.events import Event
+from ignite_train.kinds_of_handlers import EVERY_50, Handler
+from ignite_train.metrics import PUBLISHED_METRICS, grouped_metrics, is_published_metric, json_line, single_metrics
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -90,7 +89,7 @@ class ProgressLog(Handler):
     def attach(
         self,
         trainer: Trainer,
-        event: Event = every(50, Events.ITERATION_COMPLETED, early=True),
+        event: Event = EVERY_50,
         *,
         evaluator: Engine | None = None,
         tag: str = "validation",
@@ -142,7 +141,7 @@ class ProgressLog(Handler):
         metrics = self._metrics(trainer)
         if self.style == "json":
             place = {"epoch": state.epoch, "update": state.iteration, "total": total}
-            _print(_json(place | grouped_metrics(metrics, self._left_out)))
+            _print(json_line(place | grouped_metrics(metrics, self._left_out)))
         elif self._bar is None or not self._evaluators:
             _print(_line(_head(trainer, total), self._shown.parts(metrics)))
 
@@ -201,7 +200,7 @@ class ProgressLog(Handler):
             bar.refresh()
 
     def _postfix(self, trainer: Trainer, now: float, room: float) -> str:
-        """What stands behind the bar, as far as there is room for it, in columns."""
+        """The text behind the bar, cut to `room` columns."""
         state, metrics = trainer.state, self._metrics(trainer)
         speed = metrics.get("updates_per_second", (state.iteration - self._begin) / max(now - self._started, 1e-9))
         to_go = metrics.get("time_to_go", ((_total(trainer) or 0) - state.iteration) / max(speed, 1e-9))
@@ -249,7 +248,7 @@ class ProgressLog(Handler):
         state, metrics = trainer.state, evaluator.state.metrics
         if self.style == "json":
             place = {"epoch": state.epoch, "update": state.iteration}
-            _print(_json(place | grouped_metrics(metrics, self._left_out, tag)))
+            _print(json_line(place | grouped_metrics(metrics, self._left_out, tag)))
             return
         head = f"{tag} after update {state.iteration}:"
         found, training = single_metrics(metrics, self._left_out), single_metrics(state.metrics, self._left_out)
@@ -283,7 +282,7 @@ class ProgressLog(Handler):
         state, seconds = trainer.state, time.perf_counter() - self._started
         if self.style == "json":
             counts = {"finished": state.iteration, "steps": state.num_steps, "skipped": state.num_skipped}
-            _print(_json({"epoch": state.epoch, **counts, "seconds": seconds}))
+            _print(json_line({"epoch": state.epoch, **counts, "seconds": seconds}))
             return
         epochs = f"{state.epoch} epoch" + "s" * (state.epoch != 1)
         total, ending, number = _total(trainer), "finished", str(state.iteration)
@@ -304,16 +303,16 @@ class _Shown:
     def __init__(self, unit: str) -> None:
         self.losses: frozenset[str] = frozenset()  # of trainers beside this one, which are shown as its own is
         self._unit = unit
-        self._constants: dict[str, float] = {}  # of the user, there since the start, and not changed so far
-        self._first_rate: float | None = None
+        # The learning rate and the user's own metrics, as they were at the start; NaN once they have changed.
+        self._constants: dict[str, float] = {}
         self._skipped = 0.0
 
     def start(self, metrics: Mapping[str, float]) -> None:
-        self._constants = {name: value for name, value in metrics.items() if not is_published_metric(name)}
+        self._constants |= {name: value for name, value in metrics.items() if not is_published_metric(name)}
         self._skipped = metrics.get("skipped", 0.0)
 
     def parts(self, metrics: Mapping[str, float]) -> dict[str, tuple[int, str]]:
-        """By name, in the order in which they are shown: how soon each is left out if there is no room, and its text."""
+        """By name, in the order in which they are shown: how soon each is left out where room is short, and its text."""
         own = [name for name, value in metrics.items() if not is_published_metric(name) and self._changes(name, value)]
         losses = [name for name in own if name in self.losses]
         others = [name for name in own if name not in self.losses]
@@ -324,7 +323,8 @@ class _Shown:
         rate, alarms = metrics.get("learning_rate", metrics.get("learning_rate/0")), self._alarms(metrics)
         if rate is not None:
             text = f"lr {_short(rate)}"
-            if rate != self._set_first_rate(rate):
+            self._constants.setdefault("learning_rate", rate)
+            if self._changes("learning_rate", rate):
                 parts["learning_rate"] = (2, text)
             elif not alarms:  # as blanks, so that nothing else is left out once it is shown
                 parts["learning_rate"] = (2, " " * len(text))
@@ -341,17 +341,11 @@ class _Shown:
             alarms["slowest_rank"] = (5, f"rank {metrics['slowest_rank']:g} is slow")
         return alarms
 
-    def _set_first_rate(self, rate: float) -> float | None:
-        if self._first_rate is None:
-            self._first_rate = rate
-        elif rate != self._first_rate:
-            self._first_rate = float("nan")  # it is shown from now on
-        return self._first_rate
-
     def _changes(self, name: str, value: float) -> bool:
+        """Whether the value is another one than at the start, or has been before."""
         if self._constants.get(name) == value:
             return False
-        self._constants.pop(name, None)
+        self._constants[name] = math.nan
         return True
 
 
@@ -420,11 +414,6 @@ def _thousands(number: float) -> str:
 def _clock(seconds: float) -> str:
     """`"0:12:34"`."""
     return str(timedelta(seconds=round(min(max(seconds, 0.0), 1e9))))
-
-
-def _json(entries: Mapping[str, Any]) -> str:
-    """One line of JSON, which knows no NaN: what is not finite is written as a string."""
-    return json.dumps({k: str(v) if isinstance(v, float) and v - v != 0 else v for k, v in entries.items()})
 
 
 def _print(line: str) -> None:

@@ -40,7 +40,7 @@ class SeveralGradients(Handler):
     Args:
         combine: `combine(gradients)` gets the gradients by the names of the terms, in alphabetical order: vectors of shape
             (elements of all parameters that have a gradient,), in the dtype of the parameters. It returns one such vector, or
-            None to leave the gradient as it is, the sum of them. It must return the same on all ranks: random numbers are
+            None to keep the gradient of their sum. It must return the same on all ranks: random numbers are
             to be drawn from a generator that is seeded alike, by `trainer.state.iteration` say.
         parameters: a module, or some of its parameters, where only their gradients are to be combined; the others keep the sum.
             None: all that the optimizer has.
@@ -58,6 +58,8 @@ class SeveralGradients(Handler):
         >>> round(trainer.run(data).update_output.grad_norm, 4)  # of (1, 1, 1)
         1.7321
     """
+
+    not_elastic = "it would combine the gradients of one replica and not those of all"
 
     is_collective = True
 
@@ -155,7 +157,7 @@ class SeveralGradients(Handler):
 def _over_ranks(
     sums: Sequence[Mapping[nn.Parameter, Tensor]], names: Iterable[str], parameters: Sequence[nn.Parameter]
 ) -> dict[str, Tensor]:
-    """One vector for each name, summed over the ranks; all of them cross together. Collective."""
+    """A vector for each name, summed over the ranks; all vectors cross together. Collective."""
     vectors = [torch.cat([_of(one, parameter).reshape(-1) for parameter in parameters]) for one in sums]
     for work in [collectives.start_sum(vector) for vector in vectors]:
         if work is not None:

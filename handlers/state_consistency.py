@@ -62,7 +62,7 @@ class StateMismatchError(TrainingError, RuntimeError):
 
 
 class _Check(NamedTuple):
-    """What was compared: the update, and a digest of 64 bits for each tensor and value by name.
+    """A comparison: its update, and a digest of 64 bits for each tensor and value by name.
 
     Attributes:
         update: the update.
@@ -79,7 +79,7 @@ class _Check(NamedTuple):
 
     @property
     def digest(self) -> int:
-        """One digest of everything that all ranks hold alike, which does not depend on its order."""
+        """The digest of everything that all ranks hold alike, in any order."""
         return sum(self.digests.values())
 
     def words_of_shards(self) -> list[float]:
@@ -103,7 +103,7 @@ class _Shard(NamedTuple):
 
     @property
     def factor(self) -> int:
-        """What this rank multiplies its digest by, so that the sum over all ranks is zero if all copies are the same."""
+        """The factor of this rank's digest, chosen so that the sum over all ranks is zero if all copies are the same."""
         return -1 if any(self.copy) else self.copies - 1
 
 
@@ -146,6 +146,8 @@ class StateConsistency(PiggybackHandler):
         >>> trainer.run(data, max_epochs=1).num_steps
         4
     """
+
+    not_elastic = "it compares the ranks of a process group, and replicas that come and go are in none"
 
     def __init__(
         self,
@@ -328,11 +330,11 @@ def _differ(digests: Sequence[int | None]) -> bool:
 
 
 def _outside(digests: Sequence[int], ranks: Sequence[int]) -> list[int] | None:
-    """Which of these ranks are out of the majority; None if there is no majority."""
+    """The ranks, among `ranks`, that differ from the majority; None without a majority."""
     (most, count), *_ = Counter(digests).most_common()
     return [rank for rank, digest in zip(ranks, digests, strict=True) if digest != most] if 2 * count > len(digests) else None
 
 
 def _words(digest: int) -> list[float]:
-    """Its lowest 64 bits in four numbers."""
+    """The lowest 64 bits of a digest, in four numbers."""
     return [float(digest >> 16 * place & 0xFFFF) for place in range(_WORDS)]

@@ -47,11 +47,12 @@ class SectionTimes(NamedTuple):
 class StepTimer(PiggybackHandler):
     """Measures what each update spends in data, forward, backward, reduction, optimizer, handlers, evaluation and saving.
 
-    The sections are those of `TrainingMetrics`, which has their sums. This handler has the times of each of the latest updates,
-    of sections of your own, of an accelerator too, and of all ranks. An update lasts from the end of the one before to its own.
+    It divides the time into the sections of `TrainingMetrics`, which has their sums. This handler has the times of each of the
+    latest updates, of sections of your own, of an accelerator too, and of all ranks. An update lasts from the end of the update
+    before to its own end.
 
     A section of your own is a `with`, in forward or in a handler; such sections can be nested, and one that an exception leaves
-    is counted up to there. Their times are parts of those of the sections around them:
+    is counted up to there. Their time is a part of the section around them:
 
         with timer.section("augment"):
             x = augment(x)
@@ -106,7 +107,8 @@ class StepTimer(PiggybackHandler):
 
     def attach(self, trainer: Trainer, event: Event = every(50, Events.ITERATION_COMPLETED)) -> RemovableEventHandle:
         """Measures each update. At `event` an interval ends, and the ranks tell one another their means."""
-        self.payload_size = len(SECTIONS) * collectives.world_size()
+        # Elastic replicas are others from update to update: each knows its own times.
+        self.payload_size = 0 if trainer.is_elastic else len(SECTIONS) * collectives.world_size()
         self._sections = sections = trainer.sections
         make_event = event_maker(next(trainer.model.parameters()).device)
         if make_event is not None:
@@ -186,7 +188,7 @@ class StepTimer(PiggybackHandler):
         return "\n".join(lines)
 
     def __call__(self, trainer: Trainer) -> None:
-        """Ends an interval: its means travel with the next update, and those of the one before are published."""
+        """Ends an interval: its means travel with the next update, and the means of the interval before are published."""
         if self._count:
             self._due = [seconds / self._count for seconds in self._sums.values()]
             self._sums, self._count = dict.fromkeys(SECTIONS, 0.0), 0
@@ -200,6 +202,8 @@ class StepTimer(PiggybackHandler):
 
     def payload(self) -> Sequence[float]:
         """The means of this rank in its place, where an interval has ended."""
+        if not self.payload_size:
+            return []
         if self._due is not None:
             self._sent, self._due = self._due, None
         numbers = [0.0] * self.payload_size

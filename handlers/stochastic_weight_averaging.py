@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import torch
 from ignite.engine import Events, RemovableEventHandle
 
@@ -46,6 +42,8 @@ class StochasticWeightAveraging(AveragingHandler):
         3
     """
 
+    follows_until_first = True
+
     def __init__(self, start: int = 0, *, device: str | torch.device | None = None) -> None:
         super().__init__(device)
         if isinstance(start, bool) or not isinstance(start, int):
@@ -67,18 +65,6 @@ class StochasticWeightAveraging(AveragingHandler):
         """Takes the weights of now, if enough steps were made."""
         if self._trainer.state.num_steps >= max(self.start, 1):
             super().__call__()
-
-    @contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """As `ModelEMA.swapped_in`."""
-        self.begin_average()
-        with super().swapped_in():
-            yield
-
-    def state_dict(self) -> dict[str, Any]:
-        """As `ModelEMA.state_dict`."""
-        self.begin_average()
-        return super().state_dict()
 
     def decay_in(self, number: int) -> float:
         """1 - 1/n: each of n weights has the share 1/n."""

@@ -42,8 +42,8 @@ class StopOnSignal(Handler):
     status `128 + signal`. A second signal, two seconds or more after the first, ends the process at once.
 
     Signal handlers are installed at STARTED. The earlier ones are put back when the run is over, also after an exception, and
-    in processes that are forked meanwhile. If several trainers are running, such as those of a GAN, a signal asks each of them
-    to stop that has a StopOnSignal of its own.
+    in processes that are forked meanwhile. If several trainers are running, as for a GAN, a signal asks each trainer with
+    a StopOnSignal of its own to stop.
 
     Python handles signals in the main thread only. Where `run` is called in another one, as Ray Train does, this handler warns
     once that it listens to nothing, and the run continues. Such an engine ends its processes itself; a `Checkpoint` resumes.
@@ -117,7 +117,7 @@ class StopOnSignal(Handler):
             watch.end()
 
     def _restore(self) -> None:
-        """Puts the earlier handlers back, in this process or in one that was forked from it."""
+        """Puts the earlier handlers back, in this process or in a fork of it."""
         for number, previous in self._previous.items():
             signal.signal(number, previous)
         if self._watch is not None:

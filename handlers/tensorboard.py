@@ -6,14 +6,13 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from ignite.engine import Engine, Events, RemovableEventHandle
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ignite_train.arguments import (
     COUNT,
@@ -31,8 +30,10 @@ from ignite_train.checkpoint.capture import versions
 from ignite_train.events import Event, TrainEvents
 from ignite_train.kinds_of_handlers import EVERY_50, RecordingHandler
 from ignite_train.kinds_of_handlers.event_file import EventFile, event_files, is_finished
+from ignite_train.kinds_of_handlers.handler import handle_in_every_nth_update
 from ignite_train.kinds_of_handlers.recording_handler import numbered_path
 from ignite_train.metrics import PUBLISHED_METRICS, grouped_metric, single_metrics
+from ignite_train.model.averaged_tensors import local_tensors
 from ignite_train.ranks import collectives
 from ignite_train.ranks.wrapping import unwrap
 from ignite_train.trainer import Trainer
@@ -63,8 +64,7 @@ class TensorBoard(RecordingHandler):
         config: the hyper-parameters: plain values by name, which may be nested.
         histograms: every how many updates there is a histogram of each weight, of its mean gradient before clipping and of its
             change by the update; None for no histograms. They cost copies of the model on the device and on the host in those
-            updates; and on an accelerator no step is queued before the host has read the update's numbers. Of a sharded model
-            they show the shards of rank 0.
+            updates, in which on an accelerator the step waits for the host. Of a sharded model they show the shards of rank 0.
         on_error: what happens when the points cannot be written, because the disk is full, say: `"warn"` and train without
             them, or `"raise"`, which ends the run on all ranks.
 
@@ -96,9 +96,9 @@ class TensorBoard(RecordingHandler):
         self._file: EventFile | None = None  # made when there is something to write
         self._loaded = False
         self._has_layout = False  # the charts are; TensorBoard takes the first layout that it finds
-        self._latest: int | None = None  # the update of the latest points, which are
-        self._points: list[tuple[tuple[str, ...], Sequence[float]]] = []  # of that update: names and values
-        self._others: list[bytes] = []  # the summaries of that update other than points
+        self._latest: int | None = None  # the update of the next two
+        self._points: dict[str, float] = {}
+        self._others: list[bytes] = []  # summaries other than points
         self._weights: dict[str, Tensor] = {}  # before the step, where there are histograms of it
 
     def rows_at_end(self) -> list[tuple[str, str]]:
@@ -116,7 +116,7 @@ class TensorBoard(RecordingHandler):
         """See `RecordingHandler`."""
         handle = super().attach(trainer, event, evaluator=evaluator, tag=tag)
         if handle is not None and self.histograms is not None:
-            trainer.add_event_handler(TrainEvents.GRADIENTS_READY(every=self.histograms), self._add_gradients)
+            handle_in_every_nth_update(trainer, self.histograms, {TrainEvents.GRADIENTS_READY: self._add_gradients})
             trainer.add_event_handler(Events.ITERATION_COMPLETED(every=self.histograms), self._add_weights)
         return handle
 
@@ -149,10 +149,9 @@ class TensorBoard(RecordingHandler):
 
     def state_dict(self) -> dict[str, Any]:
         """The latest points and their update. What was written so far has left this process already."""
-        points = {name: value for found in self._points for name, value in zip(*found, strict=True)}
-        latest: dict[str, Any] = {"written": self.written, "latest": self._latest, "points": points}
-        latest["others"] = [torch.frombuffer(bytearray(summary), dtype=torch.uint8) for summary in self._others]
-        return {**latest, "has_layout": self._has_layout}
+        others = [torch.frombuffer(bytearray(summary), dtype=torch.uint8) for summary in self._others]
+        latest = {"latest": self._latest, "points": dict(self._points), "others": others}
+        return {"written": self.written, **latest, "has_layout": self._has_layout}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes them over: points of the same update that were written after the state was taken are hidden too."""
@@ -160,8 +159,7 @@ class TensorBoard(RecordingHandler):
         fields = {"written": count, "latest": count, "points": NUMBERS, "has_layout": FLAG, "others": SEQUENCE}
         check_fields("TensorBoard", state_dict, fields)
         self.written, self._latest = state_dict["written"], state_dict["latest"]
-        points, self._loaded = state_dict["points"], True
-        self._points = [(tuple(points), [*points.values()])] if points else []
+        self._points, self._loaded = dict(state_dict["points"]), True
         self._others = [bytes(summary.tolist()) for summary in state_dict["others"]]
         self._has_layout = state_dict["has_layout"]
         self._close()
@@ -181,11 +179,11 @@ class TensorBoard(RecordingHandler):
         name = super().written_name(name)
         return f"train/{name}" if name.partition("/")[0] in _GROUPS else name
 
-    def record(self, trainer: Trainer, names: tuple[str, ...], values: Sequence[float]) -> None:
+    def record(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
         """Writes numbers as one event."""
         update = trainer.state.iteration
-        self._begin_update(trainer, update).add_numbers(names, values, update)
-        self._points = [point for point in self._points if point[0] != names] + [(names, values)]  # the latest of each
+        self._begin_update(trainer, update).add_numbers(numbers, update)
+        self._points |= numbers
 
     def _add(self, trainer: Trainer, summaries: Iterable[Any]) -> None:
         """Writes summaries other than points, as one event."""
@@ -204,7 +202,7 @@ class TensorBoard(RecordingHandler):
     def _begin_update(self, trainer: Trainer, update: int) -> EventFile:
         file = self._open(trainer, update) if self._file is None else self._file
         if update != self._latest:
-            self._latest, self._points, self._others = update, [], []
+            self._latest, self._points, self._others = update, {}, []
         return file
 
     def _open(self, trainer: Trainer, update: int) -> EventFile:
@@ -243,8 +241,8 @@ class TensorBoard(RecordingHandler):
     def _write_again(self, file: EventFile, update: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        for names, values in self._points:
-            file.add_numbers(names, values, update)
+        if self._points:
+            file.add_numbers(self._points, update)
         for summary in self._others:
             file.add(Summary.FromString(summary), update)
 
@@ -357,22 +355,18 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, bool | int | float | str
         yield name, value if isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _weights_of(trainer: Trainer) -> dict[str, Tensor]:
-    """The weights that are trained, by name; of a sharded one this rank's shard."""
-    model: Any = trainer.model
-    return {name: _local(weight.detach()) for name, weight in unwrap(model).named_parameters() if weight.requires_grad}
+    """The weights that are trained, by name; of a sharded weight this rank's shard."""
+    named = {name: weight.detach() for name, weight in unwrap(trainer.model).named_parameters() if weight.requires_grad}
+    return dict(zip(named, local_tensors(named.values()), strict=True))
 
 
 def _histograms(group: str, tensors: Mapping[str, Tensor]) -> Iterator[Any]:
     """Of the finite values of each tensor, if it has some."""
     from torch.utils.tensorboard.summary import histogram
 
-    for name, tensor in tensors.items():
-        values = _local(tensor).detach()
+    for name, tensor in zip(tensors, local_tensors(tensors.values()), strict=True):
+        values = tensor.detach()
         values = (torch.view_as_real(values) if values.is_complex() else values).float().cpu().flatten()
         values = values[values.isfinite()]
         if len(values):

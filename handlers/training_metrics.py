@@ -7,17 +7,17 @@ import math
 import resource
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from ignite.engine import Engine, Events, RemovableEventHandle
+from torch.utils.data import DataLoader
 
 from ignite_train.arguments import AMOUNT, MAPPING, NUMBER, NUMBERS, TEXTS, check_fields, did_you_mean, real_number
-from ignite_train.engine.hints import hints
 from ignite_train.engine.sections import SECTIONS, Sections
-from ignite_train.events import Event, every
-from ignite_train.kinds_of_handlers import Handler
+from ignite_train.events import Event
+from ignite_train.kinds_of_handlers import EVERY_50, Handler
 from ignite_train.ranks import collectives
 from ignite_train.state import UpdateOutput
 from ignite_train.trainer import Trainer
@@ -25,18 +25,17 @@ from ignite_train.trainer import Trainer
 __all__ = ["TrainingMetrics"]
 
 _logger = logging.getLogger(__name__)
-_SUMS = ("updates", "steps", "loss", "sample_size", "grad_norm", "grad_norm_max", "clipped")
-_AMOUNTS = ("updates", "steps", "sample_size", "clipped")  # of these
+_AMOUNTS = ("updates", "steps", "sample_size", "clipped")
+_SUMS = (*_AMOUNTS, "loss", "grad_norm", "grad_norm_max")
 _UPDATE = ("forward", "backward", "reduction", "optimizer")  # the sections of an update
 _TRAINING = ("data", *_UPDATE)
 _OUTSIDE = ("handler", "between_updates")
-_APART = ("evaluation", "checkpoint", *_OUTSIDE)
 _GIB = 2.0**30
 _SMALLEST_SHARE = 0.005  # of the time, for a section to be in the table at the end
-_MAX_PENDING = 256  # records that are kept, however long the interval is
-
-_Record = tuple[UpdateOutput, dict[str, float], dict[str, float]]
-"""What an update did, with copies of its logs and of their denominators: handlers may change those."""
+_LARGEST_LOSS = math.log(sys.float_info.max)
+_LONG_WAIT = 0.1  # the share of the time in which the loader is waited for
+_MOSTLY = 0.5  # the share of the time that forward and backward take
+_SHORT_RUN = 60.0  # seconds; a shorter run tells little, since what it waits for may be its start
 
 
 class TrainingMetrics(Handler):
@@ -122,26 +121,19 @@ class TrainingMetrics(Handler):
             peak = real_number("peak_flops", peak_flops, above=0)
             self._utilisation_per_rate = real_number("flops_per_sample", flops_per_sample, above=0) / peak
         self._unknown = set(self.per_second)  # names that are still to be looked for among the logs
+        self._published: set[str] = set()  # in the interval before
+        self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)  # of the interval, as the next two
+        self._logs: dict[str, float] = {}
+        self._log_weights: dict[str, float] = {}  # of logs with a denominator of their own
         self._totals = dict.fromkeys((*SECTIONS, "updates"), 0.0)  # of the intervals that are over
+        self._clock: Callable[[], dict[str, float]] = lambda: dict.fromkeys(SECTIONS, 0.0)
+        self._interval_began = self._clock()  # seconds by section
+        self._before_run: dict[str, float] = {}  # seconds by section, of earlier runs and processes
+        self._trainer: weakref.ref[Trainer] | None = None
         self._sections: Sections | None = None
         self._around_evaluation: str | None = None  # the section in which an evaluation has begun
-        self._pending: list[_Record] = []  # of the interval, not yet added to the sums
-        self._sums: dict[str, float] = {}
-        self._logs: dict[str, float] = {}
-        self._log_weights: dict[str, float] = {}  # of those with a denominator of their own
-        self._published: set[str] = set()  # logs of the interval before
-        self._trainer: weakref.ref[Trainer] | None = None
-        self._before_run: dict[str, float] = {}  # seconds by section, of earlier runs and processes
-        self._offset = dict.fromkeys(SECTIONS, 0.0)  # from seconds of this process to those of the interval
-        self._begin_interval()
 
-    def attach(
-        self,
-        trainer: Trainer,
-        event: Event = every(50, Events.ITERATION_COMPLETED, early=True),
-        *,
-        evaluator: Engine | None = None,
-    ) -> RemovableEventHandle:
+    def attach(self, trainer: Trainer, event: Event = EVERY_50, *, evaluator: Engine | None = None) -> RemovableEventHandle:
         """Publishes at `event`, before whatever reads the metrics there.
 
         What is left at the end of the run is published before other handlers of COMPLETED.
@@ -149,11 +141,10 @@ class TrainingMetrics(Handler):
         Args:
             trainer: the trainer.
             event: the end of each interval.
-            evaluator: whose time is `"evaluation_seconds"`, wherever it is run; for more of them see `watch`.
+            evaluator: whose time is `"evaluation_seconds"`, also where a handler runs it; for more evaluators see `watch`.
         """
-        self._sections = trainer.sections
-        now = self._sections.seconds()
-        self._offset = {name: offset - now[name] for name, offset in self._offset.items()}
+        interval, self._sections, self._clock = self._in_interval(), trainer.sections, trainer.sections.seconds
+        self._begin_interval(interval)
         trainer.on_enter.append(self._note_start)
         trainer.moments.on_record.append(self._note)
         trainer.prepend_event_handler(Events.COMPLETED, self)
@@ -169,46 +160,47 @@ class TrainingMetrics(Handler):
     @property
     def seconds_by_section(self) -> dict[str, float]:
         """Seconds since training began, earlier processes included, by section: data, forward, evaluation, ..."""
-        seconds = self._in_interval()
-        return {name: self._totals[name] + seconds[name] for name in SECTIONS}
+        return {name: self._totals[name] + seconds for name, seconds in self._in_interval().items()}
 
     def rows_at_end(self) -> Iterator[tuple[str, str]]:
-        """The time of each section that took some of this run, and what would make it quicker; see `hints`."""
+        """The time of each section that took some of this run, and what would make it quicker."""
         seconds = {name: value - self._before_run.get(name, 0.0) for name, value in self.seconds_by_section.items()}
         for name, value in seconds.items():
             if (share := value / (sum(seconds.values()) or 1.0)) >= _SMALLEST_SHARE:
                 yield "time", f"{name.replace('_', ' ')} {value:.1f} s ({share:.0%})"
         if self._trainer is not None and (trainer := self._trainer()) is not None:
             device, precision = next(trainer.model.parameters()).device, trainer.config.get("precision", "fp32")
-            for hint in hints(seconds, trainer.state.dataloader, device, precision, epochs=trainer.state.epoch):
+            for hint in _hints(seconds, trainer.state.dataloader, device, precision, epochs=trainer.state.epoch):
                 yield "hint", hint
 
-    def _note_start(self, trainer: Trainer) -> None:
-        self._before_run, self._trainer = self.seconds_by_section, weakref.ref(trainer)
-
     def __call__(self, trainer: Trainer) -> None:
-        """Publishes, and begins the next interval."""
-        self._add_pending()
-        output = trainer.state.update_output
+        """Publishes, and begins the next interval. What the interval before has published and this one lacks is removed."""
+        output, metrics = trainer.state.update_output, trainer.state.metrics
         if output is None or self._sums["updates"] == 0:
             return
-        metrics, seconds = trainer.state.metrics, self._in_interval()
-        totals = {name: self._totals[name] + seconds[name] for name in SECTIONS}
-        updates = self._totals["updates"] + self._sums["updates"]
-        self._publish_means(metrics)
-        self._publish_options(metrics, trainer, output)
-        self._publish_speed(metrics, seconds, totals)
-        metrics["train_wall"], metrics["wall"] = _sum_of(totals, _TRAINING), sum(totals.values())
-        self._publish_progress(metrics, trainer, seconds, _sum_of(totals, _APART) / updates)
+        seconds = self._in_interval()
+        for name, amount in (*seconds.items(), ("updates", self._sums["updates"])):
+            self._totals[name] += amount
+        found = self._means()
+        several = len(output.learning_rates) > 1
+        for group, rate in enumerate(output.learning_rates):
+            found[f"learning_rate/{group}" if several else "learning_rate"] = rate
+        if output.loss_scale != 1.0 or "loss_scale" in metrics:
+            found["loss_scale"] = output.loss_scale
+        found["skipped"] = float(trainer.state.num_skipped)
+        found |= self._times(trainer, seconds)
         if self.memory:
-            metrics |= _memory(next(trainer.model.parameters()).device)
-        self._totals = {**totals, "updates": updates}
-        self._offset = {name: offset - seconds[name] for name, offset in self._offset.items()}
-        self._begin_interval()
+            found |= _memory(next(trainer.model.parameters()).device)
+        for name in self._published - found.keys():
+            metrics.pop(name, None)
+        self._published = {*found}
+        metrics |= found
+        for name, spent in seconds.items():
+            self._interval_began[name] += spent
+        self._sums, self._logs, self._log_weights = dict.fromkeys(_SUMS, 0.0), {}, {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What was added up since the metrics were last published, and the time since training began."""
-        self._add_pending()
+        """The sums since the metrics were last published, and the time since training began."""
         return {
             "sums": dict(self._sums),
             "logs": dict(self._logs),
@@ -231,54 +223,45 @@ class TrainingMetrics(Handler):
         check_fields(owner, seconds, dict.fromkeys(("interval", "totals"), NUMBERS))
         check_fields(owner, seconds["interval"], dict.fromkeys(SECTIONS, NUMBER))
         check_fields(owner, seconds["totals"], {**dict.fromkeys(SECTIONS, NUMBER), "updates": AMOUNT})
-        self._begin_interval()
-        self._sums = {name: sums[name] for name in _SUMS}
+        self._sums, self._published = {name: sums[name] for name in _SUMS}, {*state_dict["published"]}
         self._logs, self._log_weights = dict(state_dict["logs"]), dict(state_dict["log_weights"])
-        self._published = {*state_dict["published"]}
-        here = self._in_interval()
-        self._offset = {name: offset + seconds["interval"][name] - here[name] for name, offset in self._offset.items()}
+        self._begin_interval(seconds["interval"])
         self._totals |= seconds["totals"]
-
-    def _begin_interval(self) -> None:
-        self._pending = []
-        self._sums, self._logs, self._log_weights = dict.fromkeys(_SUMS, 0.0), {}, {}
 
     def _in_interval(self) -> dict[str, float]:
         """The seconds of this interval by section, up to now."""
-        now = None if self._sections is None else self._sections.seconds()
-        return {name: offset + (0.0 if now is None else now[name]) for name, offset in self._offset.items()}
+        return {name: now - self._interval_began[name] for name, now in self._clock().items()}
+
+    def _begin_interval(self, spent: Mapping[str, float]) -> None:
+        """Begins an interval of which these seconds, by section, are over."""
+        self._interval_began = {name: now - spent[name] for name, now in self._clock().items()}
 
     # --- what is added up -------------------------------------------------------------------------------------------------
 
-    def _note(self, output: UpdateOutput) -> None:
-        """Keeps the record of an update, which is all that is done in each of them."""
-        self._pending.append((output, dict(output.logs), dict(output.log_weights)))
-        if len(self._pending) == _MAX_PENDING:
-            self._add_pending()
+    def _note_start(self, trainer: Trainer) -> None:
+        self._before_run, self._trainer = self.seconds_by_section, weakref.ref(trainer)
 
-    def _add_pending(self) -> None:
-        """Adds what is kept to the sums, update by update in their order: so it does not matter when it is done."""
-        sums, logs, weights = self._sums, self._logs, self._log_weights
-        updates, steps, loss, size, norm, largest, clipped = sums.values()
-        for output, logs_of_update, weights_of_update in self._pending:
-            if output.skipped_reason is not None:
-                continue
-            if output.name is None:
-                steps += 1
-                loss += output.loss * output.sample_size
-                size += output.sample_size
-                norm += output.grad_norm
-                largest = max(largest, output.grad_norm)
-                clipped += output.clip_coefficient < 1.0
-            else:
-                logs_of_update, weights_of_update = _under_name(output, logs_of_update, weights_of_update)
-            for name, value in logs_of_update.items():
-                logs[name] = logs.get(name, 0.0) + value
-            for name, weight in weights_of_update.items():
-                weights[name] = weights.get(name, 0.0) + weight
-        updates += len(self._pending)
-        self._sums = dict(zip(_SUMS, (updates, steps, loss, size, norm, largest, clipped), strict=True))
-        self._pending = []
+    def _note(self, output: UpdateOutput) -> None:
+        """Adds an update to the sums; one that has a name only to the logs, as `name/loss` and `name/LOG`."""
+        sums, size = self._sums, output.sample_size
+        sums["updates"] += 1
+        if output.skipped_reason is not None:
+            return
+        logs, loss, prefix = output.logs, output.loss * size, ""
+        if output.name is not None:
+            logs, prefix = {"loss": loss, **logs}, f"{output.name}/"
+        else:
+            sums["steps"] += 1
+            sums["loss"] += loss
+            sums["sample_size"] += size
+            sums["grad_norm"] += output.grad_norm
+            sums["grad_norm_max"] = max(sums["grad_norm_max"], output.grad_norm)
+            sums["clipped"] += output.clip_coefficient < 1.0
+        for name, value in logs.items():
+            key, weight = prefix + name, output.log_weights.get(name, size if prefix else None)
+            self._logs[key] = self._logs.get(key, 0.0) + value
+            if weight is not None:
+                self._log_weights[key] = self._log_weights.get(key, 0.0) + weight
 
     def _start_evaluation(self) -> None:
         if self._sections is not None and self._sections.current in _OUTSIDE:
@@ -290,34 +273,25 @@ class TrainingMetrics(Handler):
 
     # --- what is published ------------------------------------------------------------------------------------------------
 
-    def _publish_means(self, metrics: dict[str, Any]) -> None:
-        """Publishes the means over the applied updates. Those of the interval before that this one lacks are removed."""
-        sums, steps = self._sums, self._sums["steps"]
-        for name in self._published - self._logs.keys():
-            metrics.pop(name, None)
-        self._published = {*self._logs}
+    def _means(self) -> dict[str, float]:
+        """The means over the applied updates, and over the updates that have a name, which may be the only ones."""
+        sums, steps, found = self._sums, self._sums["steps"], dict[str, float]()
         samples = sums["sample_size"]
         if steps:
-            self._publish_loss(metrics, sums["loss"] / samples)
-        else:
-            for name in ("loss", "loss_base2", "perplexity", "grad_norm", "grad_norm_max", "clipped", "sample_size"):
-                metrics.pop(name, None)
-        for name, value in self._logs.items():  # updates with a name have some, where no other was made
+            found["loss"] = loss = sums["loss"] / samples
+            if self.base2:
+                found["loss_base2"] = loss / math.log(2)
+            if self.perplexity:
+                found["perplexity"] = math.exp(loss) if loss < _LARGEST_LOSS else math.inf
+        for name, value in self._logs.items():
             weight = self._log_weights.get(name, samples)
-            metrics[name] = value / weight if weight else math.nan
-        if not steps:
-            return
-        if self._unknown:
-            self._warn_of_unknown()
-        metrics["grad_norm"], metrics["grad_norm_max"] = sums["grad_norm"] / steps, sums["grad_norm_max"]
-        metrics["clipped"], metrics["sample_size"] = sums["clipped"] / steps, samples / steps
-
-    def _publish_loss(self, metrics: dict[str, Any], loss: float) -> None:
-        metrics["loss"] = loss
-        if self.base2:
-            metrics["loss_base2"] = loss / math.log(2)
-        if self.perplexity:
-            metrics["perplexity"] = math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
+            found[name] = value / weight if weight else math.nan
+        if steps:
+            if self._unknown:
+                self._warn_of_unknown()
+            found |= {"grad_norm": sums["grad_norm"] / steps, "grad_norm_max": sums["grad_norm_max"]}
+            found |= {"clipped": sums["clipped"] / steps, "sample_size": samples / steps}
+        return found
 
     def _warn_of_unknown(self) -> None:
         """Says once which names of `per_second` no log has."""
@@ -329,58 +303,39 @@ class TrainingMetrics(Handler):
                 f"that{hint}"
             )
 
-    def _publish_options(self, metrics: dict[str, Any], trainer: Trainer, output: UpdateOutput) -> None:
-        """What the latest update was made with."""
-        if len(output.learning_rates) == 1:
-            metrics["learning_rate"] = output.learning_rates[0]
-        else:
-            metrics.pop("learning_rate", None)  # of the updates before a group was added
-            metrics |= {f"learning_rate/{group}": rate for group, rate in enumerate(output.learning_rates)}
-        if output.loss_scale != 1.0 or "loss_scale" in metrics:
-            metrics["loss_scale"] = output.loss_scale
-        metrics["skipped"] = float(trainer.state.num_skipped)
-
-    def _publish_speed(self, metrics: dict[str, Any], seconds: Mapping[str, float], totals: Mapping[str, float]) -> None:
-        sums = self._sums
-        training = _sum_of(seconds, _TRAINING) or math.nan
-        samples_per_second = sums["sample_size"] / training
-        metrics["samples_per_second"], metrics["updates_per_second"] = samples_per_second, sums["updates"] / training
+    def _times(self, trainer: Trainer, seconds: Mapping[str, float]) -> dict[str, float]:
+        """The sections of the interval, and speeds: per second of data and update, without the other sections."""
+        totals, updates = self._totals, self._sums["updates"]
+        update = sum(map(seconds.__getitem__, _UPDATE))
+        training, train_wall = seconds["data"] + update, sum(map(totals.__getitem__, _TRAINING))
+        wall, per = sum(map(totals.__getitem__, SECTIONS)), training or math.nan
+        samples_per_second = self._sums["sample_size"] / per
+        found = {"samples_per_second": samples_per_second, "updates_per_second": updates / per}
         for name in self.per_second:
-            metrics[f"{name}_per_second"] = self._logs.get(name, 0.0) / training
+            found[f"{name}_per_second"] = self._logs.get(name, 0.0) / per
         if self._utilisation_per_rate is not None:
-            metrics["model_flop_utilisation"] = samples_per_second * self._utilisation_per_rate / collectives.world_size()
-        has_been_between = totals["between_updates"] > 0
-        metrics |= {f"{name}_seconds": seconds[name] for name in seconds if name != "between_updates" or has_been_between}
-        metrics["update_seconds"] = _sum_of(seconds, _UPDATE)
-        metrics["data_wait"] = seconds["data"] / training
-
-    def _publish_progress(self, metrics: dict[str, Any], trainer: Trainer, seconds: Mapping[str, float], apart: float) -> None:
-        """Publishes how far the run is; `apart` is the time of an update besides that of training."""
-        progress = trainer.progress.of_run(trainer.state)
-        if progress is None:
-            return
-        remaining = trainer.state.iteration * (1.0 - progress.after) / progress.after
-        training = _sum_of(seconds, _TRAINING) / self._sums["updates"]
-        metrics["progress"], metrics["time_to_go"] = progress.before, remaining * (training + apart)
-
-
-def _under_name(
-    output: UpdateOutput, logs: dict[str, float], weights: dict[str, float]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """The loss and the logs of an update under its name, and a denominator for each."""
-    sums = {"loss": output.loss * output.sample_size, **logs}
-    named = {name: f"{output.name}/{name}" for name in sums}
-    sizes = {named[name]: weights.get(name, output.sample_size) for name in sums}
-    return {named[name]: value for name, value in sums.items()}, sizes
-
-
-def _sum_of(seconds: Mapping[str, float], names: Iterable[str]) -> float:
-    return sum(map(seconds.__getitem__, names))
+            num_ranks = trainer.state.metrics.get("replicas", collectives.world_size())  # elastic replicas publish their number
+            found["model_flop_utilisation"] = samples_per_second * self._utilisation_per_rate / num_ranks
+        for name, spent in seconds.items():
+            if name != "between_updates" or totals[name] > 0:
+                found[f"{name}_seconds"] = spent
+        found |= {"update_seconds": update, "data_wait": seconds["data"] / per, "train_wall": train_wall, "wall": wall}
+        if (progress := trainer.progress.of_run(trainer.state)) is not None:
+            remaining = trainer.state.iteration * (1.0 - progress.after) / progress.after
+            apart = (wall - train_wall) / totals["updates"]  # of an update, besides its training
+            found |= {"progress": progress.before, "time_to_go": remaining * (training / updates + apart)}
+        return found
 
 
 def _memory(device: torch.device) -> dict[str, float]:
     """GiB that this process holds, on `device` too if that is an accelerator, whose peak is then counted from here again."""
-    metrics = {"host_memory": _host_bytes() / _GIB}
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123  # a third of the time of Path's
+            resident = int(file.read().split()[1]) * float(resource.getpagesize())
+    except FileNotFoundError:
+        # Elsewhere than on Linux it is the most there ever was, which macOS gives in bytes.
+        resident = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    metrics = {"host_memory": resident / _GIB}
     if device.type in ("cuda", "xpu"):  # whose allocators tell, without waiting for the device
         metrics["memory_allocated"] = torch.accelerator.memory_allocated(device) / _GIB
         metrics["memory_reserved"] = torch.accelerator.memory_reserved(device) / _GIB
@@ -389,10 +344,29 @@ def _memory(device: torch.device) -> dict[str, float]:
     return metrics
 
 
-def _host_bytes() -> float:
-    """Resident memory: now, on Linux; elsewhere the most there ever was, which macOS gives in bytes."""
-    try:
-        with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123  # a third of the time of Path's
-            return int(file.read().split()[1]) * float(resource.getpagesize())
-    except FileNotFoundError:
-        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+def _hints(seconds: Mapping[str, float], data: Any, device: torch.device, precision: str, *, epochs: int) -> Iterator[str]:
+    """Advice for a quicker run: at most three lines, each with what was measured and what to change.
+
+    Args:
+        seconds: what each section of the run took; see `SECTIONS`.
+        data: the loader.
+        device: of the model.
+        precision: of forward.
+        epochs: how many times the loader was opened.
+    """
+    on_card, total = device.type == "cuda", sum(seconds.values())
+    if total < _SHORT_RUN:
+        return
+    if isinstance(data, DataLoader) and (waits := seconds["data"] / total) >= _LONG_WAIT:
+        waited = f"the loader was waited for {waits:.0%} of the time"
+        if data.num_workers == 0:
+            yield f"{waited}; try DataLoader(..., num_workers=2) or more"
+        elif epochs > 1 and not data.persistent_workers:
+            yield f"{waited}; try persistent_workers=True, without which each epoch starts them again"
+        else:
+            yield f"{waited}; try more than num_workers={data.num_workers}"
+        if on_card and not data.pin_memory:
+            yield "copies to the device wait for the host; try DataLoader(..., pin_memory=True)"
+    computes = (seconds["forward"] + seconds["backward"]) / total
+    if on_card and precision == "fp32" and computes >= _MOSTLY and torch.cuda.is_bf16_supported(including_emulation=False):
+        yield f"forward and backward took {computes:.0%} of the time in fp32; this card has bf16, try precision='bf16'"

@@ -53,7 +53,6 @@ from ignite_train.ranks.wrapping import crossing_for
 from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.trainer import OutputTransform, Trainer
 from ignite_train.update.compilation import Compile, compile_in_place, of_model
-from ignite_train.update.cross import Cross
 from ignite_train.update.decision import Rules
 from ignite_train.update.elastic_update import ElasticUpdate
 from ignite_train.update.forward_backward import ForwardBackward
@@ -206,16 +205,21 @@ def _new_update(
     """Puts the phases of an update together, without accelerations."""
     statistics = Statistics(next(passes.model.parameters()).device, counts=passes.counts)
     recovery = _recovery(passes, crossing, gradients, statistics)
-    gather = Gather(passes=passes, crossing=crossing, statistics=statistics, gradients=gradients, recovery=recovery)
+    gather = Gather(
+        passes=passes,
+        crossing=crossing,
+        statistics=statistics,
+        gradients=gradients,
+        learning_rates=rates,
+        recovery=recovery,
+    )
     kinds: dict[type[Crossing], type[Update]] = {LocalCrossing: LocalUpdate, ElasticCrossing: ElasticUpdate}
     return kinds.get(type(crossing), Update)(
         state=passes.state,
         gather=gather,
-        cross=Cross(gather=gather, learning_rates=rates, watch=stepper.watch),
         rules=Rules(crossing.averaged_over, passes.loss_scaling.enabled, limit, passes.options.normalize),
         norm_limits=_norm_limits_of(limits, gradients, crossing),
         stepper=stepper,
-        learning_rates=rates,
         options=passes.options,
     )
 
@@ -337,9 +341,10 @@ def create_supervised_trainer(
         raise TypeError(f"loss_fn must be a loss and not its class, got {loss_fn.__name__}; write {loss_fn.__name__}()")
     is_sum = isinstance(loss_fn, nn.modules.loss._Loss) and loss_fn.reduction == "sum"
     last = None if output_transform is None else _LastMicroBatch(output_transform)
+    is_prepared = prepare_batch is _prepare_batch and device is None  # then Ignite's function changes nothing
 
     def forward(model: nn.Module, batch: Any) -> ForwardOutput:
-        x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
+        x, y = batch if is_prepared else prepare_batch(batch, device=device, non_blocking=non_blocking)
         y_pred = model_transform(model_fn(model, x))
         if last is not None:
             last.hold(x, y, y_pred)

@@ -72,8 +72,8 @@ def attach_defaults(
         config: the hyper-parameters, for TensorBoard; see `TensorBoard`.
         leave_out: names of `Defaults` that are not attached, such as `("tensorboard",)`.
         log_level: the least that the library's logger `"ignite_train"` lets through: `"DEBUG"`, `"INFO"`, `"WARNING"` or
-            `"ERROR"`. Where the program has not set up Python's logging, messages then go to standard error. None leaves
-            logging as it is.
+            `"ERROR"`. Where the program has not set up Python's logging, messages then go to standard error. None does
+            not touch logging.
         log_on_all_ranks: whether this holds on all ranks, or on rank 0, while the others let errors alone through.
 
     Returns:

@@ -178,10 +178,8 @@ def as_forward_output(returned: Any, term_totals: TermTotals = OF_THIS_MICRO_BAT
     if term_totals or isinstance(output.loss, dict):
         output = _sum_of_terms(output, term_totals)
     loss, sample_size, logs, _ = output
-    if isinstance(loss, DTensor):  # of a model on a mesh, such as with loss parallel
-        loss = loss.full_tensor()
-        output = output._replace(loss=loss)
-    _check_loss(loss)
+    if type(loss) is not Tensor or loss.dim() != 0 or not loss.is_floating_point():
+        output = output._replace(loss=_checked_loss(loss))
     is_plain = type(sample_size) in _PLAIN_NUMBERS
     if not is_plain:
         _check_size(sample_size)
@@ -202,14 +200,16 @@ def as_forward_output(returned: Any, term_totals: TermTotals = OF_THIS_MICRO_BAT
             _check_number(f"logs[{name!r}]", value)
     if has_means:  # all that follows adds sums up
         output = output._replace(logs={name: _as_sum(value, sample_size) for name, value in logs.items()})
-    return output if loss.dim() == 0 else output._replace(loss=loss.reshape(()))
+    return output
 
 
 def _as_sum(value: Any, sample_size: Any) -> Any:
     return value.value * sample_size if type(value) is Mean else value
 
 
-def _check_loss(loss: Any) -> None:
+def _checked_loss(loss: Any) -> Tensor:
+    if isinstance(loss, DTensor):  # of a model on a mesh, such as with loss parallel
+        loss = loss.full_tensor()
     if not isinstance(loss, Tensor):
         raise ForwardContractError(f"the loss that forward returned is {_describe(loss)}, not a tensor; {_CONTRACT}")
     if loss.numel() != 1:
@@ -221,6 +221,7 @@ def _check_loss(loss: Any) -> None:
         raise ForwardContractError(
             f"the loss that forward returned has dtype {loss.dtype}; it must have a real floating-point dtype, such as float32"
         )
+    return loss.reshape(())
 
 
 def _sum_of_terms(output: ForwardOutput, totals: TermTotals) -> ForwardOutput:

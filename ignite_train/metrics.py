@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import re
 from collections.abc import Iterator, Mapping
 from numbers import Real
@@ -19,6 +21,7 @@ __all__ = [
     "grouped_metric",
     "grouped_metrics",
     "is_published_metric",
+    "json_line",
     "printable_name",
     "refuse_other_mode",
     "score_in",
@@ -26,32 +29,27 @@ __all__ = [
     "single_metrics",
 ]
 
-_OF_THE_OPTIMIZER = ("clipped", "grad_norm", "grad_norm_max", "learning_rate", "loss_scale", "skipped")
-_SECONDS = (
-    *("backward_seconds", "between_updates_seconds", "checkpoint_seconds", "data_seconds", "evaluation_seconds"),
-    *("forward_seconds", "handler_seconds", "optimizer_seconds", "reduction_seconds", "update_seconds"),
-)
-_MEMORY = ("host_memory", "memory_allocated", "memory_peak", "memory_reserved")
-_OF_THE_CLOCK = (
-    *("data_wait", "model_flop_utilisation", "samples_per_second", "slowest_rank", "slowest_to_median"),
-    *("time_to_go", "updates_per_second"),
-)
-_WALLS = ("train_wall", "wall")
-_BY_LAYER = ("curvature", "layer_grad_norm", "layer_weight_norm", "update_ratio")
+_NAMES = {
+    "train": "loss loss_base2 perplexity sample_size",
+    "optimizer": "clipped grad_norm grad_norm_max learning_rate loss_scale skipped",
+    "layers": "dead_layers curvature layer_grad_norm layer_weight_norm update_ratio",
+    "speed": (
+        "progress backward_seconds between_updates_seconds checkpoint_seconds data_seconds data_wait evaluation_seconds "
+        "forward_seconds handler_seconds host_memory memory_allocated memory_peak memory_reserved model_flop_utilisation "
+        "optimizer_seconds reduction_seconds samples_per_second slowest_rank slowest_to_median time_to_go train_wall "
+        "update_seconds updates_per_second wall"
+    ),
+}
+_WITH_PARTS = ("learning_rate", "curvature", "layer_grad_norm", "layer_weight_norm", "update_ratio")
 _PER_SECOND = "_per_second"
 _MAX_EXPANDED = 32  # numbers of one metric that are shown apart
 _MAX_NAME = 200  # letters
 
-TIMED_METRICS = frozenset((*_SECONDS, *_MEMORY, *_OF_THE_CLOCK, *_WALLS))
-"""Those that depend on the clock or on the machine: two runs with the same bits differ in them."""
+PUBLISHED_METRICS: Mapping[str, str] = {name: group for group, names in _NAMES.items() for name in names.split()}
+"""The metrics that handlers and the evaluator publish in `state.metrics`, and the group of each."""
 
-PUBLISHED_METRICS: Mapping[str, str] = {
-    **dict.fromkeys(("loss", "loss_base2", "perplexity", "sample_size"), "train"),
-    **dict.fromkeys(_OF_THE_OPTIMIZER, "optimizer"),
-    **dict.fromkeys(("dead_layers", *_BY_LAYER), "layers"),
-    **dict.fromkeys(("progress", *sorted(TIMED_METRICS)), "speed"),
-}
-"""What handlers and the evaluator publish in `state.metrics`, and the group of each."""
+TIMED_METRICS = frozenset(_NAMES["speed"].split()) - {"progress"}
+"""Metrics that depend on the clock or on the machine: two runs with the same bits differ in them."""
 
 _logger = logging.getLogger(__name__)
 
@@ -127,9 +125,9 @@ def score_in(metrics: Mapping[str, Any], score: str) -> float:
 def is_published_metric(name: str) -> bool:
     """Whether handlers publish a metric of this name.
 
-    That is one of `PUBLISHED_METRICS`, a number of one layer or of one parameter group, or a rate per second.
+    Those names are `PUBLISHED_METRICS`, numbers of a layer or of a parameter group, and rates per second.
     """
-    is_one_of_several = name.startswith(("learning_rate/", "loss/")) or name.partition("/")[0] in ("learning_rate", *_BY_LAYER)
+    is_one_of_several = name.startswith("loss/") or name.partition("/")[0] in _WITH_PARTS
     return name in PUBLISHED_METRICS or is_one_of_several or name.endswith(_PER_SECOND)
 
 
@@ -180,7 +178,7 @@ def grouped_metrics(metrics: Mapping[str, Any], left_out: set[str], tag: str | N
     Args:
         metrics: by name.
         left_out: see `single_metrics`.
-        tag: the group of all of them, for those of an evaluator; None for those of the trainer, see `grouped_metric`.
+        tag: the group of an evaluator's metrics; None for the metrics of the trainer, see `grouped_metric`.
     """
     numbers = single_metrics(metrics, left_out)
     return {grouped_metric(name) if tag is None else f"{tag}/{name}": value for name, value in numbers.items()}
@@ -207,12 +205,7 @@ def single_metrics(metrics: Mapping[str, Any], left_out: set[str]) -> dict[str, 
     for name, value in metrics.items():
         try:
             found = dict(_numbers(printable_name(name), value))
-        except (
-            TypeError,
-            ValueError,
-            RuntimeError,
-            OverflowError,
-        ):  # torch's and Python's for what is not a number
+        except (TypeError, ValueError, RuntimeError, OverflowError):  # torch's and Python's for what is not a number
             found = None
         if found is not None and len(found) <= _MAX_EXPANDED:
             numbers |= found
@@ -223,6 +216,16 @@ def single_metrics(metrics: Mapping[str, Any], left_out: set[str]) -> dict[str, 
                 why = f"has {len(found)} numbers, and {_MAX_EXPANDED} may be shown"
             _logger.warning(f"the metric {printable_name(name)!r} {why} ({type(value).__name__}); it is left out of the logs")
     return numbers
+
+
+def json_line(entries: Mapping[str, Any]) -> str:
+    """One line of JSON, which knows no NaN: numbers that are not finite become strings, which `float` reads."""
+    return json.dumps(
+        {
+            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in entries.items()
+        }
+    )
 
 
 def printable_name(name: Any) -> str:

@@ -154,7 +154,7 @@ class TrainState(_Carrying):
         self.event_to_attr = {**EVENT_COUNTERS}
         super().__init__(num_steps=0, num_skipped=0, num_micro_batches=0, forward_output=None, update_output=None)
         self.micro_batch_in_group = None
-        self._group_size: int | None = None
+        self._size_of: Callable[[Any], int | None] = len  # of a group; until a trainer tells
         self._carried = Carried() if carried is None else carried
         self._progress: Callable[[], float | None] = lambda: None  # until a trainer tells
 
@@ -171,20 +171,16 @@ class TrainState(_Carrying):
     @property
     def group_size(self) -> int | None:
         """See above."""
-        return None if self.batch is None else self._group_size
-
-    @group_size.setter
-    def group_size(self, number: int | None) -> None:
-        self._group_size = number
+        return None if self.batch is None else self._size_of(self.batch)
 
     @property
     def progress(self) -> float | None:
         """See above."""
         return self._progress()
 
-    def ask_for_progress(self, progress: Callable[[], float | None]) -> None:
-        """Has `progress` return what this function does. A trainer calls it."""
-        self._progress = progress
+    def ask(self, progress: Callable[[], float | None], size_of: Callable[[Any], int | None]) -> None:
+        """Has `progress` return what this function does, and `group_size` what the other does. A trainer calls it."""
+        self._progress, self._size_of = progress, size_of
 
     def get_event_attrib_value(self, event_name: Any) -> int:
         """The counter that a filter on `event_name` looks at.

@@ -19,9 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import check_state_dict, describe, positive_int
 from ignite_train.carried import Carried
-from ignite_train.data.arriving_group import ArrivingGroup
-from ignite_train.data.grouping import MicroBatchGrouping, MicroBatchPass
-from ignite_train.data.run_data import RunData
+from ignite_train.data.grouping import MicroBatchGrouping
+from ignite_train.data.run_data import RunData, known_size
 from ignite_train.engine.dispatch import Attachable, Stateful, add_counters
 from ignite_train.engine.ignite_state import from_ignite_state, is_ignite_state
 from ignite_train.engine.introduction import introduction
@@ -35,7 +34,7 @@ from ignite_train.model.optimizers import parts_as_optimizers
 from ignite_train.model.precision import refuse_cached_autocast
 from ignite_train.other_words import refuse_arguments, refuse_attribute
 from ignite_train.ranks import collectives
-from ignite_train.ranks.messages import Outgoing, Piggyback, RankRequests
+from ignite_train.ranks.messages import Piggyback, RankRequests
 from ignite_train.state import TrainState, UpdateOutput
 
 __all__ = ["DefaultHandler", "Moments", "OutputTransform", "Process", "Trainer"]
@@ -55,6 +54,9 @@ class Process(Protocol):
 
     def __call__(self, trainer: Trainer, micro_batches: Sequence[Any]) -> Any:
         """Does one update, and returns what becomes `state.output`."""
+
+    def choose(self, trainer: Trainer) -> None:
+        """Chooses what the handlers that are attached need. Called whenever others are."""
 
     def instead(self, forward: Forward | None, name: str | None) -> AbstractContextManager[None]:
         """Within it an update runs another forward, if one is given, and its record has a name."""
@@ -112,6 +114,8 @@ class Trainer(Loop):
         config: how the trainer was made, in plain types: accumulation steps, limit of the norm, precision, reduction, seed. It
             stands in each checkpoint and in TensorBoard. A handler may add what it was made with.
         piggybacks: handlers whose numbers travel with the statistics of each update; the same on all ranks, in one order.
+        requests: what this rank asks of all ranks with these numbers.
+        output_transform: makes `state.output` of the record of an update; None: it is the record.
     """
 
     state: TrainState
@@ -129,7 +133,7 @@ class Trainer(Loop):
         super().__init__(update)
         self.state = TrainState() if state is None else state
         this = weakref.proxy(self)
-        self.state.ask_for_progress(lambda: None if (done := this.progress.of_run(this.state)) is None else done.before)
+        self.state.ask(lambda: None if (done := this.progress.of_run(this.state)) is None else done.before, known_size)
         self.requests = RankRequests()
         self.piggybacks: list[Piggyback] = []
         self.moments = Moments()
@@ -139,10 +143,13 @@ class Trainer(Loop):
         self.config = dict(settings or {})
         self.resume_with: Callable[[str | Path], AbstractContextManager[None]] | None = None  # of a `Checkpoint`
         self.default_handlers: list[DefaultHandler] = []  # attached by default and not by the user
-        self.data = RunData(grouping, self.state, self.progress, lambda: this.fire_event(Events.DATALOADER_STOP_ITERATION))
-        self._output_transform = output_transform
+        self.data = RunData(
+            grouping, self.state, self.progress, self.requests, lambda: this.fire_event(Events.DATALOADER_STOP_ITERATION)
+        )
+        self.output_transform = output_transform
         self._has_one_rank = collectives.world_size() == 1  # asked once
         self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
+        self._handlers_changed()
 
     @property
     def model(self) -> nn.Module:
@@ -227,7 +234,7 @@ class Trainer(Loop):
             is_renewed = self.has_handlers(Events.DATALOADER_STOP_ITERATION)  # by a handler that puts another iterator there
             self.data.refuse_used_iterator(loader, None if is_renewed else limits[0])
             state.max_epochs, state.max_iters = limits
-            self.requests = RankRequests(stop_epoch=self.progress.epoch_open and self.requests.stop_epoch)
+            self.requests.begin(stop_epoch=self.progress.epoch_open and self.requests.stop_epoch)
             try:
                 super().run(loader)
             finally:
@@ -268,7 +275,8 @@ class Trainer(Loop):
             self._refuse_open_epoch("session was opened")
             state.max_epochs = None
             state.max_iters = state.max_iters if max_iters is None else checked_limits(state, None, max_iters)[1]
-            self.requests, self.data.stream = RankRequests(), None
+            self.requests.begin()
+            self.data.stream = None
             with super().session():
                 yield state
 
@@ -314,7 +322,7 @@ class Trainer(Loop):
         """
         if not isinstance(micro_batches, list):
             raise TypeError(f"micro_batches must be a list, got {describe(micro_batches)}; pass update([micro_batch])")
-        if any(micro_batch is None for micro_batch in micro_batches) and not self.data.grouping.none_is_empty:
+        if any(micro_batch is None for micro_batch in micro_batches) and not self.data.grouping.rules.none_is_empty:
             raise TypeError("micro_batches must not hold None; leave it out, since a rank without data passes update([])")
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name must be a string, or None, got {describe(name)}")
@@ -326,14 +334,14 @@ class Trainer(Loop):
     def _update_on(self, micro_batches: list[Any]) -> None:
         self._refuse_update()
         state, progress = self.state, self.progress
-        progress.micro_batches_before, state.batch = state.num_micro_batches, self.data.given(micro_batches)
+        state.batch = self.data.given(micro_batches)
         self.begin_section("handler")
         progress.updating = progress.iterating = True
         progress.settled = False
         state.iteration += 1
         try:
             self.fire_event(Events.ITERATION_STARTED)
-            self.process(self, self._batch())
+            self.process(self, self.data.batch(state.batch))
             progress.iterating = False
             self.fire_event(Events.ITERATION_COMPLETED)
         finally:
@@ -461,7 +469,7 @@ class Trainer(Loop):
     def publish(self, output: UpdateOutput) -> None:
         """Puts the record of an update, and what the output transform makes of it, into the state."""
         self.state.update_output = output
-        self.state.output = output if self._output_transform is None else self._output_transform(output)
+        self.state.output = output if self.output_transform is None else self.output_transform(output)
 
     def amend(self, output: UpdateOutput) -> UpdateOutput:
         """Replaces the record that was published; the output transform is called once an update, and not again."""
@@ -501,6 +509,7 @@ class Trainer(Loop):
         """How the time of this trainer's runs divides into sections, measured from the first time that this is asked for."""
         if self._sections is None:
             self._sections = sections = Sections()
+            self.data.waiting = partial(sections.within, "data")
             self.begin_section = sections.switch
             self.on_enter.insert(0, lambda _: sections.switch("handler"))
             self.on_exit.append(lambda: sections.switch(None))
@@ -636,7 +645,8 @@ class Trainer(Loop):
             setattr(self.state, key, state_dict[key])
         self.progress.epoch_iteration, self.progress.ended = state_dict["epoch_iteration"], bool(state_dict["ended"])
         self.progress.epoch_open = self.progress.epoch_iteration > 0
-        self.should_terminate_single_epoch, self.requests = stops, RankRequests(stop_epoch=bool(stops_everywhere))
+        self.should_terminate_single_epoch = stops
+        self.requests.begin(stop_epoch=bool(stops_everywhere))
         self.state.epoch = state_dict["epochs_completed"] + self.progress.epoch_open
 
     def register_events(self, *event_names: Any, event_to_attr: Mapping[Any, str] | None = None) -> None:
@@ -670,24 +680,16 @@ class Trainer(Loop):
             )
         return super().add_event_handler(event_name, handler, *args, **kwargs)
 
-    def outgoing(self) -> Outgoing:
-        """What this rank sends with the statistics of the running update."""
+    def _handlers_changed(self) -> None:
+        """Has the update choose once, and not in each update, what it does for the handlers that there are."""
         self.requests.changes_gradients = self.has_handlers(_GRADIENTS_REDUCED)
-        return Outgoing(self.requests, self.piggybacks)
+        self.process.choose(self)
 
     # --- what the loop asks -----------------------------------------------------------------------------------------------
 
-    def _open(self, data: Any) -> MicroBatchPass:
-        return self.data.open(data)
-
-    def _keeps_open(self, batches: Any) -> bool:
-        return self.data.keeps_open(batches)
-
-    def _note_fetched(self, group: Any, batches: Any) -> None:
-        if self._sections is not None and type(group) is ArrivingGroup:  # an abstract class is asked slowly
-            group.waiting = partial(self._sections.within, "data")
-        self.data.fetched(group, batches)
-        self.requests.more_data, self.progress.micro_batches_before = batches.more, self.state.num_micro_batches
+    def _open(self, data: Any) -> RunData:
+        self.data.open(data)
+        return self.data
 
     def _take_back(self) -> None:
         super()._take_back()
@@ -701,9 +703,6 @@ class Trainer(Loop):
             self.data.epoch_closed()
         self.progress.data_ended &= self.data.stream is None  # a stream says itself when a pass has ended
         self.requests.stop_epoch = False  # what handlers of EPOCH_COMPLETED asked for is done already
-
-    def _batch(self) -> Sequence[Any]:
-        return self.data.group()
 
     def _take_up_stops(self, *, between_updates: bool = False) -> None:
         """Between two epochs, where a run is entered, and in a single process no update carries requests to other ranks."""

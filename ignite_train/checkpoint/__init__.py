@@ -22,8 +22,7 @@ Example:
     []
 """
 
-from ignite_train.checkpoint.found import Found, best, find
-from ignite_train.checkpoint.read_checkpoint import CheckpointInfo, GroupInfo, read_checkpoint
+from ignite_train.checkpoint.read_checkpoint import CheckpointInfo, Found, GroupInfo, best, find, read_checkpoint
 from ignite_train.tools.average_checkpoints import average_checkpoints
 from ignite_train.tools.consolidate import consolidate
 from ignite_train.tools.inspection import latest, verify

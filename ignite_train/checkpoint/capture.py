@@ -10,7 +10,6 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from types import MethodType
 from typing import Any
@@ -24,10 +23,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ignite_train.checkpoint.directory import Contents
-from ignite_train.checkpoint.manifest import compact_json
-from ignite_train.checkpoint.run_objects import RunObjects, SavedRun
-from ignite_train.checkpoint.shards import own_piece
+from ignite_train.checkpoint.manifest import compact_json, frozen_name
+from ignite_train.checkpoint.run_objects import RunObjects, SavedModule, SavedRun
 from ignite_train.checkpoint.state_rules import StateRules
+from ignite_train.checkpoint.tensor_files import Piece, own_piece
 from ignite_train.checkpoint.tree import TreeEncoder, path_name, tensors_in
 from ignite_train.engine.dispatch import Attachable, Stateful, attached
 from ignite_train.errors import CheckpointError
@@ -53,7 +52,7 @@ def capture(run: SavedRun, rules: StateRules) -> Contents:
     try:
         return _capture(run, rules, generators)
     finally:
-        if before.has_moved():
+        if before.moved():
             before.restore()
 
 
@@ -81,7 +80,9 @@ def _capture(run: SavedRun, rules: StateRules, generators: dict[str, Any]) -> Co
     own |= _handlers(objects, encoder, rules)
     tensors |= {name: own_piece(tensor, everything=True) for name, tensor in encoder.tensors.items()}
     pieces = {name: piece for name, piece in tensors.items() if piece is not None}
-    return Contents(own | written, pieces)
+    keys = _frozen_tensors(objects, trees) & pieces.keys() if rules.frozen_once else set()
+    frozen = {key: pieces.pop(key) for key in sorted(keys)}  # equal weights make equal files
+    return Contents(own | written, pieces, frozen=frozen, frozen_name=_name_of_frozen(frozen))
 
 
 def _differing(objects: RunObjects, trees: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> set[str]:
@@ -101,6 +102,25 @@ def _differing(objects: RunObjects, trees: Mapping[str, Any], tensors: Mapping[s
         digests[name] = content_digest(name, compact_json([trees.get(name), sorted(parts.items())]))
     everyones = collectives.gather_objects(digests)
     return {name for name in digests if any(other.get(name) != digests[name] for other in everyones)}
+
+
+def _frozen_tensors(objects: RunObjects, trees: Mapping[str, Any]) -> set[str]:
+    """The tensors of parameters that do not require grad."""
+    keys = set()
+    for name, entry in objects.shared.items():
+        if isinstance(entry, SavedModule):
+            frozen = {key for key, parameter in entry.parameters() if not parameter.requires_grad}
+            keys |= {tensor for key, tree in trees[name]["dict"] if key in frozen for tensor in tensors_in(tree)}
+    return keys
+
+
+def _name_of_frozen(frozen: Mapping[str, Piece]) -> str:
+    """The name of the file of frozen weights of this rank, which another file has only if it is equal; empty without any."""
+    if not frozen:
+        return ""
+    digests = _digests({key: piece.data for key, piece in frozen.items()})
+    content = [[key, digests[key], *piece.box, piece.whole, piece.data.stride()] for key, piece in frozen.items()]
+    return frozen_name(content_digest(f"rank {collectives.rank()}", compact_json(content)))
 
 
 def _digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -134,9 +154,6 @@ def _own_state(trainer: Trainer, objects: RunObjects, rules: StateRules, *, main
 def _storable(metrics: dict[Any, Any], rules: StateRules) -> dict[Any, Any]:
     """What handlers have published and a checkpoint can hold: a table for a logger is not worth the run."""
     kept = {}
-    with suppress(CheckpointError):
-        TreeEncoder().encode(metrics, ("state.metrics",))
-        return metrics
     for name, value in metrics.items():
         try:
             TreeEncoder().encode({name: value}, ("state.metrics",))

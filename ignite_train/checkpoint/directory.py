@@ -15,18 +15,17 @@ import stat
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ignite_train.checkpoint.disk import Disk
-from ignite_train.checkpoint.file_record import FileRecord
 from ignite_train.checkpoint.lock import LOCK, DirectoryLock, writer_of
 from ignite_train.checkpoint.manifest import (
     MANIFEST,
     MAX_INDEX_BYTES,
     MAX_MARKS,
+    FileRecord,
     Manifest,
     UnusableCheckpoint,
     checkpoint_name,
@@ -34,14 +33,14 @@ from ignite_train.checkpoint.manifest import (
     count_marks,
     file_names,
     is_checkpoint_name,
+    is_frozen_name,
     parse_manifest,
     printable,
     read_manifest,
     seal,
 )
 from ignite_train.checkpoint.retention import Retention
-from ignite_train.checkpoint.shards import Piece
-from ignite_train.checkpoint.tensor_files import holds, write_tensors
+from ignite_train.checkpoint.tensor_files import Piece, write_tensors
 from ignite_train.errors import (
     CheckpointError,
     CheckpointFormatError,
@@ -51,7 +50,7 @@ from ignite_train.errors import (
 )
 from ignite_train.ranks import collectives
 
-__all__ = ["CheckpointDirectory", "Contents", "Exchange", "Written", "commit", "together", "try_out"]
+__all__ = ["CheckpointDirectory", "Contents", "Exchange", "FrozenFile", "commit", "together", "try_out"]
 
 _logger = logging.getLogger(__name__)
 _UNFINISHED, _REMOVED, _DAMAGED = ".unfinished-", ".removed-", "damaged-"
@@ -68,13 +67,37 @@ class Contents:
 
     Attributes:
         trees: its objects, by name, as trees of `tree.py`.
-        pieces: their tensors, or this rank's part of them, in the memory of the host.
+        pieces: their tensors, or this rank's part of them.
         failure: why this rank has nothing to write; all ranks then fail with it.
+        frozen: the tensors that lie in a file beside the checkpoint, which others refer to as well.
+        frozen_name: the name of that file, which stands for what is in it.
     """
 
     trees: dict[str, Any]
     pieces: dict[str, Piece]
     failure: CheckpointError | None = None
+    frozen: dict[str, Piece] = field(default_factory=dict)
+    frozen_name: str = ""
+
+    @property
+    def all_pieces(self) -> dict[str, Piece]:
+        """The tensors of both files."""
+        return {**self.pieces, **self.frozen}
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenFile:
+    """A file of frozen weights that this rank has written and the newest checkpoint refers to.
+
+    Attributes:
+        name: of it, in the directory of the checkpoints.
+        record: of it.
+        notes: what the index says of each tensor in it.
+    """
+
+    name: str
+    record: FileRecord
+    notes: dict[str, Any]
 
 
 def together(exchange: Exchange, what: str, work: Callable[[], T]) -> list[T]:
@@ -97,23 +120,6 @@ def together(exchange: Exchange, what: str, work: Callable[[], T]) -> list[T]:
     return [value for _, value in outcomes]
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The tensors of one rank in a checkpoint that is committed.
-
-    Attributes:
-        update: of the checkpoint.
-        path: the file.
-        record: of it.
-        notes: what the index says of each tensor.
-    """
-
-    update: int
-    path: Path
-    record: FileRecord
-    notes: dict[str, Any]
-
-
 class CheckpointDirectory:
     """A directory of checkpoints, as rank 0 keeps it.
 
@@ -125,12 +131,12 @@ class CheckpointDirectory:
         lock: held while something is written; None where no other process writes.
 
     Attributes:
-        written: what this rank has written to the checkpoint that was committed last.
+        frozen: the frozen weights of this rank that need not be written again; None before the first.
     """
 
     def __init__(self, path: Path, disk: Disk, lock: DirectoryLock | None = None) -> None:
         self.path, self.disk, self.lock = path, disk, lock
-        self.written: Written | None = None
+        self.frozen: FrozenFile | None = None
         self._being_removed: set[str] = set()  # by this process; a run that broke off may still do it beside the next
         self._manifests: dict[str, Manifest] = {}
         self._warned_about: set[str] = set()
@@ -230,8 +236,10 @@ class CheckpointDirectory:
     def publish(self, unfinished: str, manifest: Manifest) -> str:
         """Commits: the directory `unfinished`, with the files of all ranks in it, becomes a checkpoint. Returns its name."""
         directory = self.path / unfinished
+        written = self.disk.names(directory)
         for name, record in manifest.files.items():
-            if (directory / name).lstat().st_size != record.size:
+            place = self.path if is_frozen_name(name) and name not in written else directory
+            if (place / name).lstat().st_size != record.size:
                 raise CheckpointError(
                     f"{name} has another size here than on the rank that wrote it: all ranks must share {self.path}"
                 )
@@ -248,6 +256,10 @@ class CheckpointDirectory:
         while (name := checkpoint_name(manifest.update, copy)) in taken:
             copy += 1
         self._check_lock()
+        if frozen := [one for one in written if is_frozen_name(one)]:
+            for one in frozen:  # in place of an equal one, if there is one; a kill after this leaves one too many
+                self.disk.rename(directory / one, self.path / one)
+            self.disk.sync_directory(self.path)
         self.disk.rename(directory, self.path / name)
         self.disk.sync_directory(self.path)
         self._manifests[name] = manifest
@@ -287,6 +299,19 @@ class CheckpointDirectory:
                 self._warn_once(name, f"an old checkpoint could not be removed: {error}")
             finally:
                 self._being_removed.discard(removed)
+        self._remove_frozen()
+
+    def _remove_frozen(self) -> None:
+        """Removes the files of frozen weights that no checkpoint refers to."""
+        try:
+            present = [name for name in self.disk.names(self.path) if is_frozen_name(name)]
+            found, failed = self.scan() if present else ([], [])
+            used = {name for _, manifest in found for name in manifest.files}
+            for name in present if not failed else ():  # one that cannot be read may refer to any
+                if name not in used:
+                    self.disk.remove_tree(self.path / name)
+        except OSError as error:
+            self._warn_once("frozen", f"frozen weights that are not needed any more could not be removed: {error}")
 
     def set_aside(self, name: str) -> bool:
         """Renames a damaged checkpoint, so that no later start tries it again. Returns whether that was possible."""
@@ -335,15 +360,12 @@ def commit(
     Raises:
         CheckpointError: it failed, on all ranks alike. The older checkpoints are untouched.
     """
-    main, notes = collectives.is_main_rank(), dict[str, Any]()
+    main = collectives.is_main_rank()
     with _new_directory(directory, exchange) as unfinished:
-        write = partial(_write, directory, unfinished, contents, manifest.update, notes)
-        written = together(exchange, "writing a checkpoint", write)
+        written = together(exchange, "writing a checkpoint", lambda: _write(directory, unfinished, contents))
         whole = replace(manifest, files={name: record for files in written for name, record in files.items()})
         publish: Callable[[], str] = lambda: directory.publish(unfinished, whole) if main else ""  # noqa: E731
         name = together(exchange, "committing a checkpoint", publish)[0]
-    tensors = file_names(collectives.rank())[1]
-    directory.written = Written(manifest.update, directory.path / name / tensors, whole.files[tensors], notes)
     on_durable(directory.path / name)
     if main:
         directory.prune(retention)
@@ -372,27 +394,10 @@ def _new_directory(directory: CheckpointDirectory, exchange: Exchange) -> Iterat
     try:
         yield unfinished
     except BaseException:
+        directory.frozen = None  # it may have been in that directory
         if main:
             directory.abandon(unfinished)
         raise
-
-
-def _link(
-    directory: CheckpointDirectory, path: Path, contents: Contents, update: int
-) -> tuple[FileRecord, dict[str, Any]] | None:
-    """Gives the tensors of the checkpoint before a second name, if it is of the same update and they are the same.
-
-    So the last state of a run, which is saved at the end of an epoch and again when the run has ended, is written once. Returns
-    None if the file must be written.
-    """
-    before = directory.written
-    if before is None or before.update != update or not holds(before.path, before.record, before.notes, contents.pieces):
-        return None
-    try:
-        directory.disk.link(before.path, path)
-    except OSError:  # not every file system has links; writing the file again tells what else is wrong
-        return None
-    return before.record, before.notes
 
 
 def _write_page(directory: CheckpointDirectory, unfinished: str, contents: Contents) -> None:
@@ -407,21 +412,24 @@ def _write_page(directory: CheckpointDirectory, unfinished: str, contents: Conte
         disk.close(descriptor)
 
 
-def _write(
-    directory: CheckpointDirectory, unfinished: str, contents: Contents, update: int, notes: dict[str, Any]
-) -> dict[str, FileRecord]:
-    """Writes this rank's files, and puts into `notes` what the index says of each tensor."""
+def _write(directory: CheckpointDirectory, unfinished: str, contents: Contents) -> dict[str, FileRecord]:
+    """Writes this rank's files, its frozen weights only if the newest checkpoint refers to others."""
     if contents.failure is not None:
         raise contents.failure
     disk, path = directory.disk, directory.path / unfinished
     index_name, tensors_name = file_names(collectives.rank())
-    linked = _link(directory, path / tensors_name, contents, update)
-    record, of_tensors = linked or write_tensors(disk, path / tensors_name, contents.pieces)
-    notes |= of_tensors
-    index = compact_json({"objects": contents.trees, "tensors": notes})
+    record, notes = write_tensors(disk, path / tensors_name, contents.pieces)
+    index_of, files, frozen = {"objects": contents.trees, "tensors": notes}, {tensors_name: record}, directory.frozen
+    if contents.frozen_name:
+        if frozen is None or frozen.name != contents.frozen_name:
+            written = write_tensors(disk, path / contents.frozen_name, contents.frozen)
+            directory.frozen = frozen = FrozenFile(contents.frozen_name, *written)
+        index_of["frozen"] = {"file": frozen.name, "tensors": frozen.notes}
+        files[frozen.name] = frozen.record
+    index = compact_json(index_of)
     if len(index) > MAX_INDEX_BYTES:
         raise CheckpointError(f"the state has {len(index)} bytes beside its tensors, {MAX_INDEX_BYTES} at most; use tensors")
     if count_marks(index) > MAX_MARKS:  # or else the reader would refuse it
         raise CheckpointError(f"the state has more than {MAX_MARKS} values beside the numbers in its tensors; use tensors")
     disk.write_file(path / index_name, iter([memoryview(index)]))
-    return {tensors_name: record, index_name: FileRecord(len(index), zlib.crc32(index))}
+    return files | {index_name: FileRecord(len(index), zlib.crc32(index))}

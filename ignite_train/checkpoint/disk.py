@@ -83,10 +83,6 @@ class Disk:
         """Closes a file."""
         os.close(descriptor)
 
-    def link(self, source: Path, target: Path) -> None:
-        """Gives a file that is on the disk a second name."""
-        os.link(source, target, follow_symlinks=False)
-
     def rename(self, source: Path, target: Path) -> None:
         """Gives a directory a new name: at once, or not at all."""
         source.rename(target)

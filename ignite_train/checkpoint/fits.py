@@ -25,7 +25,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import describe
-from ignite_train.checkpoint.reader import CheckpointReader, TensorClaim
+from ignite_train.checkpoint.reader import TensorClaim
 from ignite_train.checkpoint.run_objects import RunObjects, SavedModule
 from ignite_train.checkpoint.state_rules import (
     PROGRESS,
@@ -35,8 +35,7 @@ from ignite_train.checkpoint.state_rules import (
     schedule_options,
     stepping_part,
 )
-from ignite_train.checkpoint.tensor_classes import class_name, is_composed
-from ignite_train.checkpoint.tree import decode, dtype_name
+from ignite_train.checkpoint.tree import class_name, decode, dtype_name, is_composed
 from ignite_train.errors import CheckpointError
 from ignite_train.model.memory_layout import as_bytes
 from ignite_train.model.optimizers import GathersState, InnerState, has_own_form
@@ -47,8 +46,6 @@ __all__ = ["EVERY_RANK", "Difference", "Fit", "check_module", "check_tied", "con
 
 EVERY_RANK = ("trainer", "data", "results", "buffers", "generators")
 """The states that each rank writes, besides its handlers."""
-_FREE_BYTES = 2**28  # what tensors of shapes that only the file knows may take in any case
-_MOST_PER_BYTE = 16  # and for each byte that is on the disk: file systems compress, and copies leave out zeros
 _SIZES = (2, 3, 4, 5, 6, 7)  # of a parameter on which a step is tried: all differ, and none is 1
 _WAYS = {"fused", "foreach", "capturable", "differentiable", "maximize"}  # of computing the same state
 _SETTINGS = (("handlers",), ("trainer", "loss_scaling"))
@@ -219,29 +216,6 @@ class Fit:
         has_groups = isinstance(saved, Mapping) and not has_own_form(saved)
         return objects.missing_groups(name, self.description["optimizers"][name]) if has_groups else []
 
-    def check_size(self, reader: CheckpointReader, objects: RunObjects) -> None:
-        """Limits what is allocated for tensors whose shapes the run does not know, by what the checkpoint takes on the disk.
-
-        Raises:
-            CheckpointError: it claims more.
-        """
-        groups = [group for optimizer in objects.optimizers.values() for group in optimizer.param_groups]
-        known = {tuple(parameter.shape) for group in groups for parameter in group["params"]}
-        unknown: dict[tuple[str, str], int] = {}
-        for name, value in {**self.shared, **self.own}.items():
-            entry = objects.shared.get(name)
-            if not isinstance(entry, SavedModule):
-                for claim in _tensors(value):
-                    if not isinstance(entry, Optimizer) or claim.shape not in known:
-                        unknown[name, claim.key] = claim.num_bytes
-        total, on_disk = sum(unknown.values()), reader.bytes_on_disk
-        if total > max(_FREE_BYTES, _MOST_PER_BYTE * on_disk):
-            name, _ = max(unknown, key=unknown.__getitem__)
-            raise CheckpointError(
-                f"{reader.path} claims {total} bytes of tensors that the model does not need, most of them for {name!r}, and "
-                f"takes {on_disk} bytes on the disk; copy it without holes, or leave that out"
-            )
-
     def changes(self, objects: RunObjects, rules: StateRules) -> list[str]:
         """What the script sets to other values than the script that wrote the checkpoint, a line each."""
         lines, optimizers, schedules = [], self.description["optimizers"], self.description["schedules"]
@@ -344,15 +318,6 @@ def tied_names(state: Mapping[str, Any]) -> list[list[str]]:
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     """Of two tensors of one shape."""
     return one.dtype == other.dtype and torch.equal(as_bytes(one.contiguous()), as_bytes(other.contiguous()))
-
-
-def _tensors(value: Any) -> Iterator[TensorClaim]:
-    """The tensors in a nested state."""
-    if isinstance(value, TensorClaim):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for entry in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(entry)
 
 
 # --- optimizers ---

@@ -7,14 +7,17 @@ import inspect
 import logging
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ignite_train.checkpoint.tensor_classes import is_composed
+from ignite_train.checkpoint.directory import Contents
+from ignite_train.checkpoint.run_objects import SavedModule, SavedRun
+from ignite_train.checkpoint.tree import is_composed
 from ignite_train.engine.dispatch import Stateful, attached
 
 __all__ = ["HeldState"]
@@ -36,28 +39,27 @@ class HeldState:
         self._versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._warned: set[str] = set()
 
-    def note(self, engines: Iterable[Engine]) -> None:
+    def note(self, run: SavedRun) -> None:
         """To be called when a run starts: what is held, and in which version."""
-        for _, _, tensors in _held(engines):
+        for _, _, tensors in _held(run):
             for tensor in tensors:
                 self._is_changed(tensor)
 
-    def warn(
-        self, engines: Iterable[Engine], saved: Iterable[Tensor], modules: Iterable[nn.Module], leave_out: Sequence[str]
-    ) -> None:
+    def warn(self, run: SavedRun, contents: Contents, leave_out: Sequence[str]) -> None:
         """To be called when a checkpoint is taken.
 
         Args:
-            engines: whose handlers are looked at.
-            saved: the tensors that are in the checkpoint.
-            modules: those that are saved; buffers that are not in their state do not count either.
+            run: whose handlers are looked at.
+            contents: what is in the checkpoint.
             leave_out: names of classes that are not warned about.
         """
         known: set[int] | None = None  # looked up when it is needed, which is seldom
-        for name, attribute, tensors in _held(engines):
+        for name, attribute, tensors in _held(run):
             changed = [tensor for tensor in tensors if self._is_changed(tensor)]
             if changed and known is None:
-                known = {_storage(tensor) for tensor in saved}
+                known = {_storage(piece.data) for piece in contents.all_pieces.values()}
+                modules = [entry.module for entry in run.objects().shared.values() if isinstance(entry, SavedModule)]
+                # Buffers of saved modules do not count either where they are not in the state.
                 known |= {_storage(tensor) for module in modules for tensor in _tensors(module)}
             changed = [tensor for tensor in changed if _storage(tensor) not in (known or ())]
             if changed and name not in self._warned and name not in leave_out:
@@ -69,9 +71,9 @@ class HeldState:
                     "this warning"
                 )
 
-    def names(self, engines: Iterable[Engine]) -> set[str]:
+    def names(self, run: SavedRun) -> set[str]:
         """The handlers that hold any tensors, by the names that a warning gives them."""
-        return {name for name, _, _ in _held(engines)}
+        return {name for name, _, _ in _held(run)}
 
     def _is_changed(self, tensor: Tensor) -> bool:
         """Whether it was changed in place since it was first asked about."""
@@ -84,36 +86,28 @@ class HeldState:
         return before() is tensor and version != tensor._version
 
 
-def _held(engines: Iterable[Engine]) -> Iterator[tuple[str, str, list[Tensor]]]:
+def _held(run: SavedRun) -> Iterator[tuple[str, str, list[Tensor]]]:
     """Name of the handler, attribute, and the tensors in it."""
-    for engine in engines:
+    for engine in run.engines:
         for _, handler, arguments in attached(engine):
             owner = handler.__self__ if isinstance(handler, types.MethodType) else handler
             if isinstance(owner, functools.partial):
                 arguments, owner = (*owner.args, *owner.keywords.values(), *arguments), owner.func
-            name = type(owner).__name__
+            name, things = type(owner).__name__, dict[str, Any]()
             if isinstance(owner, types.FunctionType):
                 closure = inspect.getclosurevars(owner)
-                things: Mapping[str, Any] = {**closure.nonlocals, **closure.globals}
-                name = owner.__name__
-                things = {key: value for key, value in things.items() if isinstance(value, nn.Module)}
-            else:
-                things = _attributes(owner)
-            extra = {f"argument {place}": value for place, value in enumerate(arguments) if isinstance(value, nn.Module)}
-            for key, value in {**things, **extra}.items():
+                name, found = owner.__name__, {**closure.nonlocals, **closure.globals}
+                things = {key: value for key, value in found.items() if isinstance(value, nn.Module)}
+            elif not (type(owner).__module__.startswith(_NO_STATE) or isinstance(owner, (Engine, type, Stateful))):
+                with suppress(TypeError):  # an object with slots, or one of C, has no such attributes
+                    things = dict(vars(owner))
+            for place, value in enumerate(arguments):
+                if isinstance(value, nn.Module):
+                    things[f"argument {place}"] = value
+            for key, value in things.items():
                 tensors = list(_tensors(value))
                 if tensors:
                     yield name, key, tensors
-
-
-def _attributes(owner: Any) -> Mapping[str, Any]:
-    """The attributes of an object that has no `state_dict`."""
-    if type(owner).__module__.startswith(_NO_STATE) or isinstance(owner, (Engine, type, Stateful)):  # the slowest last
-        return {}
-    try:
-        return dict(vars(owner))
-    except TypeError:  # an object with slots, or one of C
-        return {}
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import stat
 import sys
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ignite_train.checkpoint.file_record import FileRecord, read_regular
 from ignite_train.checkpoint.tree import MAX_NODES, decode
 from ignite_train.errors import CheckpointError, CheckpointFormatError, DamagedCheckpointError, UnreadableCheckpointError
 
@@ -21,6 +23,7 @@ __all__ = [
     "MANIFEST",
     "MAX_INDEX_BYTES",
     "MAX_MARKS",
+    "FileRecord",
     "Manifest",
     "UnusableCheckpoint",
     "checked_json",
@@ -28,11 +31,16 @@ __all__ = [
     "compact_json",
     "count_marks",
     "file_names",
+    "frozen_name",
     "is_checkpoint_name",
+    "is_frozen_name",
+    "naming",
     "one_line",
+    "open_regular",
     "parse_manifest",
     "printable",
     "read_manifest",
+    "read_regular",
     "reading_error",
     "seal",
 ]
@@ -49,6 +57,7 @@ _MAX_REASON_LENGTH = 500
 _NO_FORMAT = 10_000  # from here on a format is not taken for that of a newer version
 _NOT_AS_WRITTEN = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO}
 _HEAD = re.compile(rb'\{"crc32":"([0-9a-f]{8})","manifest":')
+_FROZEN = re.compile(r"frozen-[0-9a-f]{16}\.safetensors")
 _CHECKPOINT = re.compile(r"update-\d{8,12}(\.\d{1,6})?")
 
 
@@ -63,6 +72,87 @@ class _NewerFormatError(Exception):
         self.found = found
 
 
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """The size and checksum that a file must have.
+
+    Attributes:
+        size: in bytes.
+        crc32: of all bytes; of a file of tensors that of its header, since an index has the checksum of each tensor.
+    """
+
+    size: int
+    crc32: int
+
+    def check(self, path: Path, checked: bytes) -> None:
+        """Compares the checksum.
+
+        Raises:
+            ValueError: these bytes of the file are others than were written.
+        """
+        if zlib.crc32(checked) != self.crc32:
+            raise ValueError(f"{path.name} is not the file that was written: the checksum differs")
+
+    def read(self, path: Path) -> bytes:
+        """The contents of the file, in one read.
+
+        Raises:
+            OSError: it cannot be read, or is a link.
+            ValueError: it is not what was written.
+        """
+        data = read_regular(path, self.size)
+        self.check(path, data)
+        return data
+
+
+def read_regular(path: Path, size: int) -> bytes:
+    """The contents of a regular file of `size` bytes.
+
+    Raises:
+        OSError: it cannot be read, or is a link.
+        ValueError: it is something else, or has another size.
+    """
+    descriptor = open_regular(path, size)
+    try:
+        parts, left = [], size
+        with naming(path):
+            while left and (part := os.read(descriptor, left)):
+                parts.append(part)
+                left -= len(part)
+    finally:
+        os.close(descriptor)
+    return b"".join(parts)  # one part is not copied
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds the path of the file to an error of a call that was given only a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def open_regular(path: Path, size: int) -> int:
+    """Opens a regular file of `size` bytes for reading and returns its descriptor.
+
+    Raises:
+        OSError: it cannot be opened, or is a link.
+        ValueError: it is something else, or has another size.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{path.name} is not a regular file")
+        if status.st_size != size:
+            raise ValueError(f"{path.name} has {status.st_size} bytes, it was written with {size}")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 def checkpoint_name(update: int, copy: int = 0) -> str:
     """The name of a checkpoint's directory; `copy` numbers further ones of the same update."""
     return f"update-{update:08d}" + (f".{copy}" if copy else "")
@@ -71,6 +161,16 @@ def checkpoint_name(update: int, copy: int = 0) -> str:
 def file_names(rank: int) -> tuple[str, str]:
     """The names of the two files of a rank: its index, and its tensors."""
     return f"rank-{rank:05d}.json", f"rank-{rank:05d}.safetensors"
+
+
+def frozen_name(digest: int) -> str:
+    """The name of a file of frozen weights beside the checkpoints that refer to it, by a digest of what is in it."""
+    return f"frozen-{digest:016x}.safetensors"
+
+
+def is_frozen_name(name: str) -> bool:
+    """Whether a file with this name holds frozen weights."""
+    return _FROZEN.fullmatch(name) is not None
 
 
 def is_checkpoint_name(name: str) -> bool:
@@ -90,7 +190,7 @@ class Manifest:
         score: the metric that decides which are the best; None if the state was not evaluated.
         config: the user's configuration, as a tree of `tree.py`.
         versions: of the packages that wrote it.
-        files: each file beside the manifest.
+        files: each file beside the manifest, and those of frozen weights, which lie beside the checkpoint.
     """
 
     update: int
@@ -232,7 +332,7 @@ def _checked(values: Any) -> Manifest:
     if not isinstance(versions, dict) or not all(isinstance(version, str) for version in versions.values()):
         raise ValueError("its manifest has invalid versions")
     expected = {name for rank in range(fields["world_size"]) for name in file_names(rank)}
-    if not isinstance(files, dict) or set(files) != expected:
+    if not isinstance(files, dict) or {name for name in files if not is_frozen_name(name)} != expected:
         raise ValueError("its manifest does not list the two files of each rank")
     return Manifest(**{**fields, "files": {name: _checked_record(name, record) for name, record in files.items()}})
 

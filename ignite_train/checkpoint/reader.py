@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,12 +14,19 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ignite_train.checkpoint.manifest import MAX_INDEX_BYTES, checked_json, file_names, read_manifest, reading_error
-from ignite_train.checkpoint.shards import Box, assemble, check_cover, local_box
-from ignite_train.checkpoint.tensor_classes import ComposedTensor
-from ignite_train.checkpoint.tensor_files import Entry, TensorFile
-from ignite_train.checkpoint.tree import DTYPES, MAX_NODES, Composed, KeyPath, decode, path_name
-from ignite_train.errors import CheckpointError
+from ignite_train.checkpoint.manifest import (
+    MAX_INDEX_BYTES,
+    FileRecord,
+    checked_json,
+    file_names,
+    is_frozen_name,
+    one_line,
+    read_manifest,
+    reading_error,
+)
+from ignite_train.checkpoint.tensor_files import Box, Entry, TensorFile, assemble, check_cover, local_box
+from ignite_train.checkpoint.tree import DTYPES, MAX_NODES, Composed, ComposedTensor, KeyPath, decode, path_name
+from ignite_train.errors import CheckpointError, UnreadableCheckpointError
 
 __all__ = ["CheckpointReader", "Like", "TensorClaim", "composed_claim"]
 
@@ -44,20 +52,53 @@ class TensorClaim:
     of_class: str = ""
     parts: tuple[TensorClaim, ...] = ()
 
-    @property
-    def num_bytes(self) -> int:
-        """The memory that it would take, in bytes."""
-        if self.of_class:
-            return sum(part.num_bytes for part in self.parts)
-        return math.prod(self.shape) * self.dtype.itemsize
+
+class _FrozenWeights(TensorFile):
+    """A file of frozen weights. Other checkpoints need it too, so where it is damaged an older one is no way out.
+
+    Args:
+        checkpoint: which refers to it.
+        path: of the file.
+        record: see `TensorFile`.
+        notes: see `TensorFile`.
+
+    Raises:
+        UnreadableCheckpointError: it is missing or damaged, or the disk failed.
+    """
+
+    def __init__(self, checkpoint: Path, path: Path, record: FileRecord, notes: Mapping[str, Any]) -> None:
+        self._needed_by, self._name = checkpoint, path.name
+        with self._explaining():
+            super().__init__(path, record, notes)
+
+    def read(self, name: str) -> Tensor:
+        """See `TensorFile`."""
+        with self._explaining():
+            return super().read(name)
+
+    def check(self, name: str) -> None:
+        """See `TensorFile`."""
+        with self._explaining():
+            super().check(name)
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be used: {one_line(error)}"
+            raise UnreadableCheckpointError(
+                str(self._needed_by), f"{self._name}, which has its frozen weights and lies beside it, {reason}; copy it there"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one rank wrote."""
+    """What one rank wrote: its objects, its files, and which of them has a tensor."""
 
     trees: dict[str, Any]
-    tensors: TensorFile
+    files: list[TensorFile]
+    tensors: dict[str, TensorFile]
 
 
 def composed_claim(composed: Composed, path: KeyPath) -> TensorClaim:
@@ -113,7 +154,8 @@ class CheckpointReader:
     def close(self) -> None:
         """Closes its files."""
         for part in self._parts.values():
-            part.tensors.close()
+            for file in part.files:
+                file.close()
         self._parts.clear()
 
     def names(self, rank: int = 0) -> list[str]:
@@ -136,41 +178,36 @@ class CheckpointReader:
         def tensor(key: str, path: KeyPath) -> Tensor:
             return met[key] if key in met else self._tensor(key, path, rank, like, met)
 
-        try:
+        with self._naming():
             return decode(self._part(rank).trees[name], (name,), tensor, partial(_composed, classes or {}))
-        except (ValueError, TypeError, OSError, KeyError) as error:
-            raise reading_error(self.path, error) from error
 
     def outline(self, name: str, *, rank: int = 0) -> Any:
         """An object's state with a `TensorClaim` in the place of each tensor: nothing is allocated for what a file claims."""
-        try:
+        with self._naming():
             return decode(self._part(rank).trees[name], (name,), partial(self._claim, rank), composed_claim)
-        except (ValueError, TypeError, OSError, KeyError) as error:
-            raise reading_error(self.path, error) from error
-
-    @property
-    def bytes_on_disk(self) -> int:
-        """What the opened files take on the disk, in bytes. A file with holes takes less than its size."""
-        return sum(part.tensors.bytes_on_disk for part in self._parts.values())
 
     def verify(self) -> None:
         """Reads every byte of it, and everything that was stored. Keeps no tensor in memory."""
         for rank in range(self.manifest.world_size):
             part = self._part(rank)
-            try:
-                for key in part.tensors.entries:
-                    part.tensors.check(key)
+            with self._naming():
+                for key, file in part.tensors.items():
+                    file.check(key)
                 for name, tree in part.trees.items():
                     decode(tree, (name,), partial(self._claim, rank), composed_claim)
-            except (ValueError, TypeError, OSError, KeyError) as error:
-                raise reading_error(self.path, error) from error
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """In it, what is wrong with the files becomes an error about this checkpoint."""
+        try:
+            yield
+        except (ValueError, TypeError, OSError, KeyError) as error:
+            raise reading_error(self.path, error) from error
 
     def _part(self, rank: int) -> _Part:
         if rank not in self._parts:
-            try:
+            with self._naming():
                 self._parts[rank] = self._open(rank)
-            except (ValueError, TypeError, OSError) as error:
-                raise reading_error(self.path, error) from error
         return self._parts[rank]
 
     def _open(self, rank: int) -> _Part:
@@ -179,12 +216,31 @@ class CheckpointReader:
         if records[index_name].size > MAX_INDEX_BYTES:
             raise ValueError(f"{index_name} has {records[index_name].size} bytes, more than an index may have")
         index = checked_json(records[index_name].read(self.path / index_name))
-        if not isinstance(index, dict) or set(index) != {"objects", "tensors"}:
+        if not isinstance(index, dict) or not {"objects", "tensors"} <= set(index) <= {"objects", "tensors", "frozen"}:
             raise ValueError(f"{index_name} is not an index")
         trees, notes = index["objects"], index["tensors"]
         if not isinstance(trees, dict) or not isinstance(notes, dict) or len(notes) > MAX_NODES:
             raise ValueError(f"{index_name} is not an index")
-        return _Part(trees, TensorFile(self.path / tensors_name, records[tensors_name], notes))
+        files: list[TensorFile] = []
+        try:
+            files.append(TensorFile(self.path / tensors_name, records[tensors_name], notes))
+            files += [self._frozen_weights(index["frozen"])] if "frozen" in index else []
+            tensors = {key: file for file in files for key in file.entries}
+            if len(tensors) != sum(len(file.entries) for file in files):
+                raise ValueError(f"{index_name} has a tensor twice")
+        except BaseException:
+            for file in files:
+                file.close()
+            raise
+        return _Part(trees, files, tensors)
+
+    def _frozen_weights(self, described: Any) -> TensorFile:
+        """The file of frozen weights that an index, which may be forged, refers to."""
+        name, notes = (described.get(key) if isinstance(described, dict) else None for key in ("file", "tensors"))
+        record = self.manifest.files.get(name) if isinstance(name, str) and is_frozen_name(name) else None
+        if record is None or not isinstance(notes, dict) or len(notes) > MAX_NODES:
+            raise ValueError("an index refers to frozen weights that its manifest does not have")
+        return _FrozenWeights(self.path, self.path.resolve().parent / str(name), record, notes)
 
     def _tensor(self, key: str, path: KeyPath, rank: int, likes: Like, met: dict[str, Tensor]) -> Tensor:
         entry, holders = self._find(key, rank)
@@ -205,12 +261,11 @@ class CheckpointReader:
 
     def _find(self, key: str, rank: int) -> tuple[Entry, list[TensorFile]]:
         """An entry of the tensor, and the files that hold it: that of `rank` alone if it has the whole."""
-        own = self._part(rank).tensors
-        entry = own.entries.get(key)
-        if entry is not None and entry.shape == entry.whole:
-            return entry, [own]
-        files = [self._part(other).tensors for other in range(self.manifest.world_size)]
-        holders = [file for file in files if key in file.entries]
+        own = self._part(rank).tensors.get(key)
+        if own is not None and own.entries[key].shape == own.entries[key].whole:
+            return own.entries[key], [own]
+        tensors = [self._part(other).tensors for other in range(self.manifest.world_size)]
+        holders = [found[key] for found in tensors if key in found]
         if len({(file.entries[key].dtype, file.entries[key].whole) for file in holders}) != 1:
             raise ValueError(f"{key} is missing, or stored with several dtypes or shapes")
         return holders[0].entries[key], holders

@@ -25,12 +25,11 @@ from ignite_train.checkpoint.run_objects import SavedRun
 from ignite_train.checkpoint.run_state import RunState
 from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.writer import CheckpointWriter
-from ignite_train.data.position import how_exact
 from ignite_train.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
 from ignite_train.metrics import refuse_other_mode
 from ignite_train.ranks import collectives
 
-__all__ = ["Resumption", "checkpoint_to_resume", "log_how_exact", "read_agreed"]
+__all__ = ["Resumption", "checkpoint_to_resume", "read_agreed"]
 
 _logger = logging.getLogger(__name__)
 _MAX_LENGTH = 900  # of what is told of a checkpoint
@@ -236,15 +235,6 @@ def _refuse_if_whole(path: Path, rank: int, reason: str) -> None:
             f"{reason}; that is what rank {rank} reads, and rank 0 finds it whole, so nothing was renamed: look at the disk of "
             f"rank {rank}, and start again"
         )
-
-
-def log_how_exact(loader: Any) -> None:
-    """Logs, before the first batch, what of the data may differ in a resumed run, so that another loader can be chosen."""
-    doubts, note = how_exact(loader)
-    for doubt in doubts:
-        _logger.warning(doubt)
-    if note:
-        _logger.info(note)
 
 
 def _log_resumption(path: Path, manifest: Manifest, changed: list[str], state: RunState) -> None:

@@ -41,30 +41,29 @@ class _HasSchedule(Protocol):
     scheduler: Any
 
 
-@dataclass(frozen=True, slots=True)
 class SavedRun:
     """The run that a `Checkpoint` saves.
 
-    Attributes:
+    Args:
         trainer: its trainer.
         to_save: the user's additional objects, by name.
         evaluator: the evaluator whose handlers are saved too, besides those that handlers of the trainer run.
+
+    Attributes:
+        trainers: the other trainers among the user's objects, by their names in a checkpoint.
     """
 
-    trainer: Trainer
-    to_save: Mapping[str, Stateful] = field(default_factory=dict)
-    evaluator: Engine | None = None
+    def __init__(
+        self, trainer: Trainer, to_save: Mapping[str, Stateful] | None = None, evaluator: Engine | None = None
+    ) -> None:
+        self.trainer, self.to_save, self.evaluator = trainer, to_save or {}, evaluator
+        others = ((name, entry) for name, entry in self.to_save.items() if isinstance(entry, Trainer) and entry is not trainer)
+        self.trainers = {f"to_save/{name}": entry for name, entry in others}
 
     @property
     def is_between_updates(self) -> bool:
         """Whether a session of the trainer waits for its next update, and no other trainer is in one: the state is whole."""
         return self.trainer.in_session and not any(entry.is_iterating for entry in (self.trainer, *self.trainers.values()))
-
-    @property
-    def trainers(self) -> dict[str, Trainer]:
-        """The other trainers, which the user has named, by their names in a checkpoint."""
-        found = self.to_save.items()
-        return {f"to_save/{name}": entry for name, entry in found if isinstance(entry, Trainer) and entry is not self.trainer}
 
     @property
     def evaluators(self) -> list[Engine]:
@@ -73,8 +72,8 @@ class SavedRun:
         for trainer in (self.trainer, *self.trainers.values()):
             for handler in stateful_handlers(trainer).values():
                 if isinstance(handler, _KnowsAnEvaluator) and isinstance(handler.evaluator, Engine):
-                    found.append(handler.evaluator)
-        return list({id(engine): engine for engine in found}.values())
+                    found += [] if handler.evaluator in found else [handler.evaluator]
+        return found
 
     @property
     def engines(self) -> list[Engine]:
@@ -83,37 +82,37 @@ class SavedRun:
 
     def objects(self) -> RunObjects:
         """All that has a state, besides the trainer itself, as attached by now. An object is listed once."""
-        others = {f"to_save/{name}": entry for name, entry in self.to_save.items() if not isinstance(entry, Trainer)}
-        shared, trainers = self.trainer.parts | others, self.trainers
-        own = {f"{HANDLERS}{name}": entry for name, entry in stateful_handlers(self.trainer).items()}
-        for prefix, trainer in trainers.items():
-            _add(shared, f"{prefix}/", trainer.parts)
-            _add(own, f"{prefix}/{HANDLERS}", stateful_handlers(trainer))
-        known = {id(entry) for entry in (*shared.values(), *own.values())}
+        shared: dict[str, Stateful] = dict(self.trainer.parts)
+        own: dict[str, Stateful] = {}
+        shared |= {f"to_save/{name}": entry for name, entry in self.to_save.items() if not isinstance(entry, Trainer)}
+        listed = {id(entry) for entry in shared.values()}
+
+        def add(found: dict[str, Stateful], prefix: str, entries: Mapping[str, Stateful]) -> None:
+            for name, entry in entries.items():
+                if id(entry) not in listed:
+                    listed.add(id(entry))
+                    found[prefix + name] = entry
+
+        for prefix, trainer in self.trainers.items():
+            add(shared, f"{prefix}/", trainer.parts)
+        add(own, HANDLERS, stateful_handlers(self.trainer))
+        for prefix, trainer in self.trainers.items():
+            add(own, f"{prefix}/{HANDLERS}", stateful_handlers(trainer))
         for number, evaluator in enumerate(self.evaluators, start=1):
             folder = "evaluator" if number == 1 else f"evaluator-{number}"
             handlers = stateful_handlers(evaluator).items()
             # Each evaluation resets its metrics. Not all of Ignite's can be loaded, and only on as many ranks. What they have
             # published is saved.
-            entries = {f"{folder}/{name}": entry for name, entry in handlers if not isinstance(entry, Metric)}
-            own |= {name: entry for name, entry in entries.items() if id(entry) not in known}
+            add(own, f"{folder}/", {name: entry for name, entry in handlers if not isinstance(entry, Metric)})
             own[f"{folder}/state.metrics"] = PublishedMetrics(evaluator)
-            known |= {id(entry) for entry in entries.values()}
-        listed = {id(entry) for entry in shared.values()}
-        own = {name: entry for name, entry in own.items() if id(entry) not in listed}
-        alike = {name: e for name, e in own.items() if isinstance(e, Attachable) and e.same_on_all_ranks}
-        shared, own = shared | alike, {name: entry for name, entry in own.items() if name not in alike}
+        for name, entry in [*own.items()]:
+            if isinstance(entry, Attachable) and entry.same_on_all_ranks:
+                shared[name] = own.pop(name)
         shared = {name: SavedModule(entry) if isinstance(entry, nn.Module) else entry for name, entry in shared.items()}
-        trained = {"model": self.trainer, **{f"{name}/model": trainer for name, trainer in trainers.items()}}
         # Replicas that train on their own, and that no handler makes equal, are as many models as there are ranks.
-        apart = {name for name, one in trained.items() if not one.replicas_are_equal and not one.moments.after_update}
-        return RunObjects(shared, own, trainers, frozenset(apart))
-
-    def modules(self) -> Iterator[nn.Module]:
-        """The modules that are saved, looked up when the first is taken."""
-        for entry in self.objects().shared.values():
-            if isinstance(entry, SavedModule):
-                yield entry.module
+        trained = {"model": self.trainer} | {f"{name}/model": trainer for name, trainer in self.trainers.items()}
+        apart = frozenset(n for n, one in trained.items() if not one.replicas_are_equal and not one.moments.after_update)
+        return RunObjects(shared, own, self.trainers, apart)
 
     def refuse_odd_optimizers(self) -> None:
         """Looks at the optimizers before the first batch: what cannot be loaded must not be saved.
@@ -184,7 +183,8 @@ class RunObjects:
 
     def without(self, names: Collection[str]) -> RunObjects:
         """All but these."""
-        shared, own = ({k: v for k, v in entries.items() if k not in names} for entries in (self.shared, self.own))
+        shared = {name: entry for name, entry in self.shared.items() if name not in names}
+        own = {name: entry for name, entry in self.own.items() if name not in names}
         return RunObjects(shared, own, self.trainers, self.apart)
 
     def with_whole_states(self) -> dict[str, Stateful]:
@@ -285,12 +285,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(_is_plain(entry) for entry in value)
     return value is None or isinstance(value, (bool, int, float, str, torch.Tensor, np.ndarray, np.number))
-
-
-def _add(found: dict[str, Stateful], prefix: str, entries: Mapping[str, Stateful]) -> None:
-    """Adds those that are not found yet, under a prefix."""
-    known = {id(entry) for entry in found.values()}
-    found |= {prefix + name: entry for name, entry in entries.items() if id(entry) not in known}
 
 
 def checked_objects(to_save: Mapping[str, Any]) -> dict[str, Stateful]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
 
 from ignite_train.carried import Carried
 from ignite_train.checkpoint.directory import Contents
@@ -21,11 +22,10 @@ from ignite_train.checkpoint.fits import EVERY_RANK, Fit, check_module, check_ti
 from ignite_train.checkpoint.reader import CheckpointReader, TensorClaim, composed_claim
 from ignite_train.checkpoint.run_objects import PublishedMetrics, RunObjects, SavedModule, SavedRun
 from ignite_train.checkpoint.state_rules import StateRules
-from ignite_train.checkpoint.tensor_classes import copied, tensor_classes
-from ignite_train.checkpoint.tree import KeyPath, decode, tensors_in
+from ignite_train.checkpoint.tree import ComposedTensor, KeyPath, class_name, decode, is_composed, tensors_in
 from ignite_train.engine.dispatch import Stateful
 from ignite_train.errors import CheckpointError
-from ignite_train.model.optimizers import GathersState, InnerState, load_optimizer_state
+from ignite_train.model.optimizers import GathersState, InnerState, each_optimizer, load_optimizer_state
 from ignite_train.model.random_state import check_generators, restore_random_state, seed_new_rank
 from ignite_train.ranks import collectives
 from ignite_train.state import UpdateOutput
@@ -72,7 +72,7 @@ class RunState:
         self._are_apart = world_size > 1 and "model" in reader.names(1)
         self._check_differing(reader)
         self._fit = self._checked_fit(reader, own)
-        sharded, classes = _ShardedTensors(self._objects.shared), tensor_classes(self._objects.with_whole_states())
+        sharded, classes = _ShardedTensors(self._objects.shared), _tensor_classes(self._objects.with_whole_states())
         self._shared = {
             name: reader.read(name, rank=writer, like=sharded.like, classes=classes) for name, writer in self._writers.items()
         }
@@ -190,7 +190,6 @@ class RunState:
             description=reader.outline("description"),
         )
         fit.check(str(reader.path), self._objects, self._rules)
-        fit.check_size(reader, self._objects)
         return fit
 
     def _let_script_win(self, name: str, optimizer: Optimizer) -> None:
@@ -281,7 +280,7 @@ def check_contents(contents: Contents, run: SavedRun, rules: StateRules) -> None
     """
     if contents.failure is not None:
         raise contents.failure
-    pieces, trees = contents.pieces, contents.trees
+    pieces, trees = contents.all_pieces, contents.trees
     if any(key not in pieces for tree in trees.values() for key in tensors_in(tree)) or not collectives.is_main_rank():
         return  # other ranks hold all of some tensor, or write the rest
 
@@ -306,7 +305,7 @@ def restore_model(path: Path, model: SavedModule) -> None:
     """
     with CheckpointReader(path) as reader:
         check_module(str(path), "model", model.state_dict(), reader.outline("model"))
-        classes = tensor_classes({"model": model})
+        classes = _tensor_classes({"model": model})
         saved = reader.read("model", like=_ShardedTensors({"model": model}).like, classes=classes)
     check_tied(str(path), "model", model.state_dict(), saved)
     model.load_state_dict(saved)
@@ -339,7 +338,7 @@ def _load(entry: Stateful, saved: Any) -> None:
         saved = {key: value if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in saved.items()}
         entry.load_state_dict(saved)
     elif isinstance(entry, Optimizer):
-        load_optimizer_state(entry, copied(saved))
+        load_optimizer_state(entry, _copied(saved))
     else:
         entry.load_state_dict(copy.deepcopy(saved))
 
@@ -381,3 +380,52 @@ class _ShardedTensors:
         elif isinstance(value, Mapping):
             for key, entry in value.items():
                 self._collect(entry, (*path, key))
+
+
+def _copied(state: Any) -> Any:
+    """A deep copy. Of such tensors their parts are copied, since not every class of them can be cloned."""
+    composed = [leaf for leaf in pytree.tree_leaves(state) if is_composed(leaf)]
+    return copy.deepcopy(state, {id(leaf): _made_of_copies(leaf) for leaf in composed})
+
+
+def _made_of_copies(composed: Any) -> Tensor:
+    names, context = composed.__tensor_flatten__()
+    parts = {name: _copied(getattr(composed, name)) for name in names}
+    made: Tensor = type(composed).__tensor_unflatten__(parts, context, composed.shape, composed.stride())
+    return made
+
+
+def _tensor_classes(objects: Mapping[str, Any]) -> dict[str, type[ComposedTensor]]:
+    """The classes of such tensors that a checkpoint may name: those in the states of these objects, by name.
+
+    A state that does not exist before the first step may have those, too, that the package of its optimizer has defined.
+    """
+    found: dict[str, type[ComposedTensor]] = {}
+    packages: set[str] = set()
+    for entry in objects.values():
+        found |= {class_name(kind): kind for kind in _classes_in(entry.state_dict())}
+        if isinstance(entry, Optimizer):
+            packages |= {_package(type(one)) for one in each_optimizer(entry)}
+    known = {kind for kind in _subclasses(Tensor) if issubclass(kind, ComposedTensor)}
+    return found | {class_name(kind): kind for kind in known if _package(kind) in packages - {"torch"}}
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    subclasses: list[type] = kind.__subclasses__()
+    for one in subclasses:
+        yield one
+        yield from _subclasses(one)
+
+
+def _classes_in(value: Any) -> Iterator[type[ComposedTensor]]:
+    if is_composed(value):
+        yield type(value)
+        for name in value.__tensor_flatten__()[0]:
+            yield from _classes_in(getattr(value, name))
+    elif isinstance(value, (Mapping, list, tuple)):
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            yield from _classes_in(entry)

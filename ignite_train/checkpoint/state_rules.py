@@ -19,6 +19,7 @@ __all__ = ["PROGRESS", "StateRules", "describe_optimizer", "plain_options", "sch
 PROGRESS = {"last_epoch", "base_lrs", "verbose", "T_cur", "T_i", "best", "cooldown_counter", "num_bad_epochs"}
 """Attributes of schedules that a script does not set."""
 _NOT_OPTIONS = ("params", "param_names")
+_PLAIN = (type(None), bool, int, float, str)
 _logger = logging.getLogger(__name__)
 _CARRIED = "carried"  # in `leave_out`: what forward has carried on each rank, in `state.carried`
 _LOSS_SCALING = "loss_scaling"  # in `leave_out`: the scale of the loss and the counters of its policy
@@ -31,12 +32,14 @@ class StateRules:
         leave_out: names of attached handlers whose state is neither saved nor read. "carried" drops what forward has carried,
             and "loss_scaling" starts with a fresh scale.
         script_wins: options of the optimizer that keep the script's value when a run is resumed.
+        frozen_once: whether parameters that do not require grad are written to a file that checkpoints share.
 
     Raises:
         TypeError: one of the two is not a sequence of strings.
     """
 
-    def __init__(self, leave_out: Iterable[str] = (), script_wins: Iterable[str] = ()) -> None:
+    def __init__(self, leave_out: Iterable[str] = (), script_wins: Iterable[str] = (), *, frozen_once: bool = False) -> None:
+        self.frozen_once = frozen_once
         self.leave_out, self.script_wins = _names("leave_out", leave_out), _names("script_wins", script_wins)
         self._script: dict[str, list[dict[str, Any]]] = {}  # options of each optimizer, as the script has set them
         self._in_effect: dict[str, list[dict[str, Any]]] = {}  # the same, but for those that the checkpoint decided
@@ -76,6 +79,8 @@ class StateRules:
 
     def keep(self, objects: RunObjects) -> RunObjects:
         """All objects except those that the user leaves out."""
+        if not self.leave_out:
+            return objects
         return objects.without({name for name in objects.handlers() if name.partition("/")[2] in self.leave_out})
 
     def describe(self, objects: RunObjects) -> dict[str, Any]:
@@ -84,10 +89,8 @@ class StateRules:
         names, optimizers = objects.parameter_names(), {}
         for name, optimizer in objects.each_optimizer.items():
             groups = [group["params"] for group in optimizer.param_groups]
-            options = [
-                plain_options(group) for group in self._in_effect.get(name, map(_copied_options, optimizer.param_groups))
-            ]
-            optimizers[name] = describe_optimizer(optimizer, groups, names) | {"options": options}
+            options = self._in_effect.get(name, optimizer.param_groups)
+            optimizers[name] = describe_optimizer(optimizer, groups, names) | {"options": [*map(plain_options, options)]}
         schedules = {
             name: {"class": type(schedule).__qualname__, "options": schedule_options(schedule.state_dict())}
             for name, schedule in objects.schedules.items()
@@ -167,12 +170,13 @@ def stepping_part(optimizer: Optimizer) -> Optimizer:
 
 def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """The options that can be written down and compared."""
-    plain = {key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value for key, value in group.items()}
-    return {
-        str(key): list(value) if isinstance(value, tuple) else value
-        for key, value in plain.items()
-        if _is_plain(value) or (isinstance(value, (list, tuple)) and all(map(_is_plain, value)))
-    }
+    options = {}
+    for key, value in group.items():
+        plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        plain = list(plain) if isinstance(plain, tuple) else plain
+        if key not in _NOT_OPTIONS and (isinstance(plain, _PLAIN) or (isinstance(plain, list) and all(map(_is_plain, plain)))):
+            options[str(key)] = plain
+    return options
 
 
 def schedule_options(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,7 +185,7 @@ def schedule_options(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
+    return isinstance(value, _PLAIN)
 
 
 def _copied_options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,28 +11,43 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ignite_train.checkpoint.disk import Disk
-from ignite_train.checkpoint.file_record import FileRecord, naming, open_regular
-from ignite_train.checkpoint.manifest import checked_json, compact_json
-from ignite_train.checkpoint.shards import Box, Piece
+from ignite_train.checkpoint.manifest import FileRecord, checked_json, compact_json, naming, open_regular
 from ignite_train.checkpoint.tree import DTYPES, dtype_name
 from ignite_train.device.streams import has_streams
 from ignite_train.errors import CheckpointError
 from ignite_train.model.memory_layout import as_bytes
+from ignite_train.ranks.root_mesh import is_first_holder
 
-__all__ = ["Entry", "Snapshot", "TensorFile", "await_devices", "check_entries", "holds", "is_plain_dtype", "write_tensors"]
+__all__ = [
+    "Box",
+    "Entry",
+    "Piece",
+    "Snapshot",
+    "TensorFile",
+    "assemble",
+    "await_devices",
+    "check_cover",
+    "check_entries",
+    "is_plain_dtype",
+    "local_box",
+    "own_piece",
+    "write_tensors",
+]
 
 _CHUNK_BYTES = 16 * 2**20
+_FREE_BYTES = 2**28  # of memory that a file may ask for in any case
+_MOST_PER_BYTE = 16  # and for each byte that is on the disk: file systems compress, and copies leave out zeros
 _LENGTH_BYTES = 8  # of the length in front of the header
 _MAX_HEADER_BYTES = 100_000_000  # what the package safetensors reads
 _PLAIN = {
@@ -59,6 +74,94 @@ _PAIRS = {"complex32": "F16", "complex64": "F32", "complex128": "F64"}
 def is_plain_dtype(dtype: torch.dtype) -> bool:
     """Whether the format has this dtype, so that other programs read a tensor of it."""
     return dtype_name(dtype) in _PLAIN
+
+
+class Box(NamedTuple):
+    """A block of a tensor: where it starts and how long it is in each dimension."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def overlap(self, other: Box) -> Box | None:
+        """What both have in common."""
+        starts = tuple(map(max, self.start, other.start))
+        ends = (min(a + m, b + n) for a, m, b, n in zip(*self, *other, strict=True))
+        shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return Box(starts, shape) if all(length > 0 for length in shape) else None
+
+    def slices(self, inside: Box) -> tuple[slice, ...]:
+        """Where this block is in one that holds it."""
+        offsets = (start - origin for start, origin in zip(self.start, inside.start, strict=True))
+        return tuple(slice(offset, offset + length) for offset, length in zip(offsets, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of a tensor that one rank writes.
+
+    Attributes:
+        data: the numbers, on any device.
+        box: which part it is.
+        whole: the shape of the whole tensor.
+    """
+
+    data: Tensor
+    box: Box
+    whole: tuple[int, ...]
+
+
+def own_piece(tensor: Tensor, *, everything: bool) -> Piece | None:
+    """The part of `tensor` that this rank writes; None if other ranks write all of it.
+
+    Of a sharded tensor each part is written once; any other one is written whole where `everything` is true.
+    """
+    whole = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Piece(tensor, Box((0,) * len(whole), whole), whole) if everything else None
+    if not is_first_holder(tensor):
+        return None
+    local = tensor.to_local()
+    return Piece(local, local_box(tensor), whole) if local.numel() else None
+
+
+def local_box(tensor: DTensor) -> Box:
+    """The part of a sharded tensor that this rank holds."""
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def assemble(box: Box, dtype: torch.dtype, parts: Iterable[tuple[Box, Callable[[], Tensor]]]) -> Tensor:
+    """The numbers of `box`, from parts that do not overlap; only those that are needed are read.
+
+    Raises:
+        ValueError: the parts do not cover the box, or overlap. Known before any memory is asked for.
+    """
+    needed = [(common, part, read) for part, read in parts if (common := box.overlap(part)) is not None]
+    check_cover(box, [common for common, _, _ in needed])
+    if len(needed) == 1 and needed[0][1] == box:
+        return needed[0][2]()
+    result = torch.empty(box.shape, dtype=dtype)
+    for common, part, read in needed:
+        result[common.slices(box)] = read()[common.slices(part)]
+    return result
+
+
+def check_cover(box: Box, parts: Iterable[Box]) -> None:
+    """Checks that `parts`, which lie in `box`, hold each of its numbers once.
+
+    Raises:
+        ValueError: they do not.
+    """
+    ordered = sorted(parts)
+    held, whole = sum(math.prod(part.shape) for part in ordered), math.prod(box.shape)
+    if held != whole:
+        raise ValueError(f"its parts hold {held} of {whole} numbers")
+    for index, part in enumerate(ordered):
+        for other in islice(ordered, index + 1, None):
+            if other.start[:1] >= tuple(first + length for first, length in zip(*part, strict=True))[:1]:
+                break
+            if part.overlap(other) is not None:
+                raise ValueError("its parts overlap")
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,20 +360,6 @@ def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None) ->
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def holds(path: Path, record: FileRecord, notes: Mapping[str, Any], pieces: Mapping[str, Piece]) -> bool:
-    """Whether a file that `write_tensors` has written is what it would write now, byte for byte.
-
-    The smallest tensors, such as those of the random generators, are compared first: they change soonest.
-    """
-    if notes.keys() != pieces.keys():
-        return False
-    try:
-        with closing(TensorFile(path, record, notes)) as file:
-            return all(file.is_same(name, pieces[name]) for name in sorted(pieces, key=lambda name: pieces[name].data.nbytes))
-    except (OSError, ValueError):
-        return False
-
-
 def _blocks(tensor: Tensor) -> Iterator[Tensor]:
     """Parts of a tensor, on the CPU, of about `_CHUNK_BYTES`, in the order in which they stand in a file."""
     tensor = tensor.cpu().resolve_conj().resolve_neg()
@@ -301,7 +390,7 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, record: FileRecord, notes: Mapping[str, Any]) -> None:
-        self._path, self._file = path, open_regular(path, record.size)
+        self._path, self._size, self._file = path, record.size, open_regular(path, record.size)
         try:
             header = self._read_header(record)
             self._begin = len(header)
@@ -328,18 +417,19 @@ class TensorFile:
         """Closes the file."""
         os.close(self._file)
 
-    @property
-    def bytes_on_disk(self) -> int:
-        """What the file takes there."""
-        return os.fstat(self._file).st_blocks * 512
-
     def read(self, name: str) -> Tensor:
         """The tensor of this name, on the CPU.
 
         Raises:
             ValueError: its bytes are not those that were written.
             OSError: they cannot be read.
+            CheckpointError: the file has holes, and so claims much more memory than it takes on the disk.
         """
+        on_disk = os.fstat(self._file).st_blocks * 512
+        if self._size > max(_FREE_BYTES, _MOST_PER_BYTE * on_disk):
+            raise CheckpointError(
+                f"{self._path} claims {self._size} bytes, and {on_disk} are on the disk; copy it without holes"
+            )
         entry, crc, position = self.entries[name], 0, 0
         tensor = entry.empty()
         for block in _blocks(tensor):
@@ -378,23 +468,3 @@ class TensorFile:
         written = self.entries[name].crc32
         if crc != written:
             raise ValueError(f"{name} has the checksum {crc:08x}, it was written with {written:08x}")
-
-    def is_same(self, name: str, piece: Piece) -> bool:
-        """Whether the numbers of `piece` are stored under this name, bit for bit and in the same order.
-
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: it is cut short.
-        """
-        entry, position = self.entries[name], 0
-        if replace(Entry.of(piece, entry.offset), crc32=entry.crc32) != entry:
-            return False
-        buffer = memoryview(bytearray(min(_CHUNK_BYTES, entry.num_bytes)))
-        for block in _blocks(piece.data):
-            view = _bytes(block.contiguous())
-            while len(view):
-                part = self._next(name, buffer[: len(view)], position)
-                if not np.array_equal(part, view[: len(part)]):
-                    return False
-                position, view = position + len(part), view[len(part) :]
-        return True

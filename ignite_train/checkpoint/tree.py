@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ignite_train.arguments import describe
-from ignite_train.checkpoint.tensor_classes import class_name, is_composed
 from ignite_train.errors import CheckpointError
 
 __all__ = [
@@ -21,10 +20,13 @@ __all__ = [
     "MAX_DEPTH",
     "MAX_NODES",
     "Composed",
+    "ComposedTensor",
     "KeyPath",
     "TreeEncoder",
+    "class_name",
     "decode",
     "dtype_name",
+    "is_composed",
     "path_name",
     "tensors_in",
 ]
@@ -45,6 +47,28 @@ _PLAIN = {type(None), bool, int, str}  # their values stand for themselves
 _SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", torch.Size: "tuple"}  # and not their subclasses
 KeyPath = tuple[Any, ...]
 """Where a value is: the keys and indices that lead to it, the first of which names the object."""
+
+
+@runtime_checkable
+class ComposedTensor(Protocol):
+    """A tensor that is made of others."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """The names of the attributes that are tensors, and what else makes it up."""
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: Mapping[str, Tensor], context: Any, size: Any, stride: Any) -> Tensor:
+        """The tensor of these parts."""
+
+
+def is_composed(value: Any) -> bool:
+    """Whether a value is such a tensor. A sharded one does not count: each rank has its part of it."""
+    return isinstance(value, Tensor) and isinstance(value, ComposedTensor) and not isinstance(value, DTensor)
+
+
+def class_name(kind: type) -> str:
+    """The name by which a class is compared."""
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def path_name(path: KeyPath) -> str:

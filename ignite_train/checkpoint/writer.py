@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from ignite_train.checkpoint.directory import CheckpointDirectory, Contents, commit, together, try_out
+from ignite_train.checkpoint.directory import CheckpointDirectory, Contents, commit, together
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.lock import DirectoryLock
 from ignite_train.checkpoint.manifest import Manifest
@@ -29,8 +29,6 @@ GIVE_UP_AFTER = 5
 _PATIENCE_SECONDS = 30.0  # for a removal that is under way, when the run breaks off
 _NICENESS = 7  # of the thread beside training, more than that of the process
 _WAITS_FOR_THREADS = _THREAD = "Checkpoint"  # HangWatch looks for the first name in the file where a thread stands
-
-_Work = SimpleQueue[Callable[[], None] | None]  # what the thread does, in order; None ends it
 
 _logger = logging.getLogger(__name__)
 
@@ -63,7 +61,7 @@ class CheckpointWriter:
         self._failures = 0  # in a row
         self._snapshot = Snapshot()
         self._group: Any = None
-        self._work: _Work | None = None
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # what the thread does, in order; None ends it
         self._thread: threading.Thread | None = None
         self._process = os.getpid()  # which started it; a forked one does not have it
         self._is_pending = False  # a save that the run has not waited for
@@ -103,9 +101,10 @@ class CheckpointWriter:
     def _end_thread(self, patience_seconds: float) -> None:
         """Returns when the old checkpoints are removed, or when that took too long: the next start removes what is left."""
         thread, self._thread = self._thread, None
-        if thread is None or self._work is None or self._process != os.getpid():
+        if thread is None or self._process != os.getpid():
             return
-        self._work.put(None)
+        work, self._work = self._work, SimpleQueue()
+        work.put(None)
         if self._is_pending and not self._durable.is_set():
             return  # `abandon` has waited for it
         thread.join(patience_seconds)
@@ -135,31 +134,17 @@ class CheckpointWriter:
         """Notes that the run resumes from a checkpoint that every rank has read whole."""
         self.latest, self._is_taken_over = path, True
 
-    def try_out(self, contents: Contents) -> None:
-        """Tries all that a save does, except for writing the tensors, so that an error is found now. Collective.
+    def attempt(self, work: Callable[[], object]) -> None:
+        """Does something of what a save does, so that an error is found now. Collective.
+
+        Args:
+            work: raises a CheckpointError on all ranks if it fails on one.
 
         Raises:
             CheckpointError: it failed.
         """
-        with self._reporting():
-            try_out(self.directory, contents, collectives.gather_objects)
-
-    def try_reading(self, check: Callable[[], None]) -> None:
-        """Tries, after the first step, whether the state of the run can be saved and read back. Collective.
-
-        Args:
-            check: does it for this rank; it writes nothing.
-
-        Raises:
-            CheckpointError: it cannot.
-        """
-        with self._reporting():
-            together(collectives.gather_objects, "trying to save the state after the first step", check)
-
-    @contextmanager
-    def _reporting(self) -> Iterator[None]:
         try:
-            yield
+            work()
         except CheckpointError as error:
             self._report(error, is_last=False)
 
@@ -175,30 +160,31 @@ class CheckpointWriter:
             CheckpointError: the save before failed; or this one, if it is not asynchronous or is the last.
         """
         self.wait()
-        is_beside = self.asynchronous and not is_last
+        if self._process != os.getpid():
+            self._thread, self._process = None, os.getpid()
+        is_beside = self.asynchronous and self._is_held and not is_last
         if is_beside:
-            contents = replace(contents, pieces=self._snapshot.take(contents.pieces))
+            known = self.directory.frozen is not None and self.directory.frozen.name == contents.frozen_name
+            frozen = {} if known else Snapshot().take(contents.frozen)  # copied once, so without memory that stays
+            contents = replace(contents, pieces=self._snapshot.take(contents.pieces), frozen=frozen)
         else:
-            await_devices(contents.pieces)  # the thread that writes does not know the streams of this one
-        work = self._started()
+            await_devices(contents.pieces | contents.frozen)  # the thread that writes does not know the streams of this one
+        if self._is_held and self._thread is None:
+            target = partial(_do, self._work, calm=self.asynchronous)
+            thread = threading.Thread(target=target, name=_THREAD, daemon=True)
+            thread.start()
+            self._thread = thread
         self._is_pending, self._durable = True, threading.Event()
-        work.put(partial(self._write, contents, manifest, self._durable, is_held=self._is_held))
-        if not self._is_held:
-            work.put(None)
+        write = partial(self._write, contents, manifest, self._durable)
+        if self._is_held:
+            self._work.put(write)
+        else:
+            write()  # no training runs beside it, and the process may end next
         if not is_beside:
             self.wait(is_last=is_last)
 
-    def _started(self) -> _Work:
-        """The queue of the thread, which runs until the end of a run; outside of a run, for one save."""
-        if self._work is None or self._thread is None or self._process != os.getpid():
-            work: _Work = SimpleQueue()
-            thread = threading.Thread(target=partial(_do, work, calm=self.asynchronous), name=_THREAD, daemon=True)
-            thread.start()
-            self._work, self._thread, self._process = work, thread, os.getpid()
-        return self._work
-
     def wait(self, *, is_last: bool = False) -> None:
-        """Returns when nothing is being written any more. While a run holds the directory, older ones may still be removed.
+        """Returns when the latest save is durable. Older checkpoints may still be removed then.
 
         Args:
             is_last: the run is over, and a failure is always raised.
@@ -209,8 +195,6 @@ class CheckpointWriter:
         if not self._is_pending or self._process != os.getpid():
             return
         self._durable.wait()
-        if not self._is_held:
-            self._end_thread(threading.TIMEOUT_MAX)
         self._is_pending, error, self._error = False, self._error, None
         if error is None:
             self._failures = 0
@@ -218,6 +202,8 @@ class CheckpointWriter:
             self._report(error, is_last=is_last)
 
     def _report(self, error: BaseException, *, is_last: bool) -> None:
+        if not isinstance(error, Exception):  # Ctrl-C, in a save between runs
+            raise error
         self._failures += 1
         if not self.warns or not isinstance(error, CheckpointError):
             raise CheckpointError(str(error)) from error
@@ -244,20 +230,12 @@ class CheckpointWriter:
         elif self._error is not None:
             _logger.warning(f"the last checkpoint was not written: {self._error}")
 
-    def _write(self, contents: Contents, manifest: Manifest, durable: threading.Event, *, is_held: bool) -> None:
-        """What the thread does for one save.
-
-        Args:
-            contents: what is written.
-            manifest: see `commit`.
-            durable: set when the checkpoint is durable, or has failed; the next save waits for this and for nothing after it.
-            is_held: whether a run holds the directory, until all older ones are removed.
-        """
+    def _write(self, contents: Contents, manifest: Manifest, durable: threading.Event) -> None:
+        """Writes one checkpoint. The next save waits until `durable` is set, and not until older ones are removed."""
 
         def note_durable(path: Path) -> None:
             self.latest = path
-            if is_held:
-                durable.set()
+            durable.set()
 
         try:
             if self._is_taken_over and collectives.is_main_rank():  # by a process that was killed too early to remove it
@@ -273,7 +251,7 @@ class CheckpointWriter:
             durable.set()
 
 
-def _do(work: _Work, *, calm: bool) -> None:
+def _do(work: SimpleQueue[Callable[[], None] | None], *, calm: bool) -> None:
     """What the thread is: it does one thing after another. `calm`: training goes first."""
     if calm:
         _give_way()

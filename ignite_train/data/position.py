@@ -107,6 +107,11 @@ class DataPosition:
 
     Args:
         loader: this rank's loader.
+
+    Attributes:
+        is_stateful: whether the loader's own state is saved, which `note` asks for after each group.
+        exhausted: whether the loader was exhausted after the latest group.
+        may_break: whether another pass over the loader would end the one that was found.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -119,7 +124,7 @@ class DataPosition:
         self._before_opening: dict[str, Any] = {}  # the generators, where the pass begins at its start
         # Of a stateful loader, before and after the latest group: its state, and the generators that it holds.
         self._notes: list[tuple[Any, dict[str, Any] | None]] = [(None, None), (None, None)]
-        self._exhausted = False  # whether the loader was exhausted after the latest group
+        self.is_stateful, self.exhausted, self.may_break = self._stateful is not None, False, False
         self._own_after: Any = {}  # its own generators once the position is found
         self._generators_before: dict[str, Any] | None = None
         self._pass: object = None  # see `_pass_of`
@@ -162,6 +167,7 @@ class DataPosition:
     def found(self) -> None:
         """Call it once the groups were read past: finding the position leaves the random generators unchanged."""
         self._pass = _pass_of(self._loader)
+        self.may_break = self._pass is not None
         if self._generators_before is not None:
             restore_random_state(self._generators_before)
             with self._refusing():
@@ -200,7 +206,7 @@ class DataPosition:
 
     def note(self, *, exhausted: bool) -> None:
         """Call it when a group was read, before anything is read ahead, and when the loader is exhausted."""
-        self._exhausted = exhausted
+        self.exhausted = exhausted
         if self._stateful is not None:
             state = copy.deepcopy(self._stateful.state_dict())  # some loaders change the object that they have given
             self._notes = [self._notes[1], (state, self._own_generators())]
@@ -217,7 +223,7 @@ class DataPosition:
         position["description"] = self._description
         if self._seekable is not None:
             return position | {"samples": self._first_sample + rounds * self._seekable.samples_per_round}
-        position |= {"micro_batches": given, "exhausted": self._exhausted and latest}
+        position |= {"micro_batches": given, "exhausted": self.exhausted and latest}
         if self._stateful is not None:
             state, generators = self._notes[latest]
             own = {} if generators is None else {"generators": generators}

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ignite_train.arguments import describe, positive_int
 from ignite_train.data.arriving_group import ArrivingGroup
-from ignite_train.data.grouping import MicroBatchGrouping, MicroBatchPass
+from ignite_train.data.grouping import MicroBatchGrouping
+from ignite_train.data.micro_batch_pass import MicroBatchPass
 from ignite_train.data.stream import NoData, Stream
 from ignite_train.engine.limits import refuse_ended_iterator, refuse_used_iterator
+from ignite_train.engine.loop import Batches
 from ignite_train.engine.progress import Progress
 from ignite_train.ranks import collectives
+from ignite_train.ranks.messages import RankRequests
 from ignite_train.state import TrainState
 
-__all__ = ["RunData"]
+__all__ = ["RunData", "known_size"]
 
 
-class RunData:
+class RunData(Batches):
     """The data that a trainer reads, group by group.
 
     A pass is one reading of the loader from its beginning to its end. With `epoch_length` an epoch is a number of updates, and
@@ -27,20 +31,31 @@ class RunData:
         grouping: makes groups of micro-batches.
         state: the counters of the trainer, and its loader.
         progress: where its loop stands.
+        requests: told of this rank's vote on another group.
         on_pass_ended: called with `epoch_length`, when a pass has ended and before the next one begins.
 
     Attributes:
+        grouping: the same.
         stream: with `epoch_length`, the data of the run; otherwise None.
+        length: updates of the open epoch; None if unknown.
         max_micro_batches: of the rank that has the most in this update; None if unknown.
+        waiting: makes the `with` in which a group that arrives waits for the loader, where that time is measured.
     """
 
     def __init__(
-        self, grouping: MicroBatchGrouping, state: TrainState, progress: Progress, on_pass_ended: Callable[[], None]
+        self,
+        grouping: MicroBatchGrouping,
+        state: TrainState,
+        progress: Progress,
+        requests: RankRequests,
+        on_pass_ended: Callable[[], None],
     ) -> None:
         self.grouping = grouping
         self.stream: Stream | None = None
+        self.length: int | None = None
         self.max_micro_batches: int | None = None
-        self._state, self._progress, self._on_pass_ended = state, progress, on_pass_ended
+        self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._state, self._progress, self._requests, self._on_pass_ended = state, progress, requests, on_pass_ended
         self._groups: MicroBatchPass | None = None  # the pass that is running or ran last
         self._pass_is_opened = False  # the pass of the open epoch
         self._place: Mapping[str, Any] = {}  # where no pass has been made since it was loaded
@@ -139,7 +154,7 @@ class RunData:
 
     # --- a pass
 
-    def open(self, data: Any) -> MicroBatchPass:
+    def open(self, data: Any) -> None:
         """Opens the pass of the epoch, after the updates of it that are done, or continues the one that was kept."""
         source = data if self.stream is None else self.stream
         kept, self._kept = self._kept, None
@@ -147,26 +162,32 @@ class RunData:
             self.stream.on_changed_data = self._on_changed_data
         if kept is not None and _all_continue(is_same=source is kept[0]):
             kept[1].length = kept[1].length if self.stream is None else self.stream.updates_per_epoch
-            return self._opened(kept[1])
+            self._opened(kept[1])
+            return
         skip, epoch = self._progress.epoch_iteration, self._state.epoch
         first_update = self._state.iteration + 1 - skip
         broken_off = self._pass_is_opened and self._groups is not None and self._groups.loader is source
         position = self.position() if skip or self._groups is None or broken_off else {}
         position = {**position, "on_changed_data": self._on_changed_data} if position else {}
-        return self._opened(self.grouping(source, epoch=epoch, first_update=first_update, skip=skip, position=position))
+        self._opened(self.grouping(source, epoch=epoch, first_update=first_update, skip=skip, position=position))
 
-    def _opened(self, groups: MicroBatchPass) -> MicroBatchPass:
-        self._groups, self._pass_is_opened, self._fetched = groups, True, ()
+    def _opened(self, groups: MicroBatchPass) -> None:
+        self._groups, self._pass_is_opened, self._fetched, self.length = groups, True, (), groups.length
         self._progress.ranks_have_more = groups.length is not None or sum(collectives.everyones(groups.more)) > 0
-        return groups
 
-    def keeps_open(self, groups: MicroBatchPass) -> bool:
+    def keep_open(self) -> bool:
         """Whether the next run continues this pass: on some rank the data is an iterator, read only once. Collective."""
         data = self._state.dataloader if self.stream is None else self.stream
         keeps = collectives.any_rank(isinstance(data.data if isinstance(data, Stream) else data, Iterator))
         if keeps:
-            self._kept = data, groups
+            assert self._groups is not None  # noqa: S101  # a pass was made
+            self._kept = data, self._groups
         return keeps
+
+    def close(self, *, whole: bool) -> None:
+        """Ends the pass: with `whole` unless an exception ended it."""
+        assert self._groups is not None  # noqa: S101  # a pass was made
+        self._groups.close(whole=whole)
 
     def take_back(self) -> None:
         """After an error before the first update of an epoch: what was drawn for its group is drawn again, the same."""
@@ -194,17 +215,24 @@ class RunData:
 
     # --- a group
 
-    def fetched(self, group: Any, groups: MicroBatchPass) -> None:
-        """Notes the group that came for the next update, or that the pass has ended.
+    def __next__(self) -> MutableSequence[Any]:
+        """The group of the next update.
 
         Raises:
             ValueError: the data ended before the limit of the run.
         """
-        micro_batches = group if isinstance(group, (list, Sequence)) else ()
-        if self.stream is not None and not micro_batches and not groups.num_read:
+        groups = self._groups
+        assert groups is not None  # noqa: S101  # a pass was made
+        group = next(groups, None)
+        if self.stream is not None and not group and not groups.num_read:
             refuse_ended_iterator(self._state, self.stream.data)
-        self._fetched = self._sized(micro_batches)
-        self.max_micro_batches = groups.max_micro_batches
+        if group is None:
+            raise StopIteration
+        if type(group) is ArrivingGroup:  # an abstract class is asked slowly
+            group.waiting = self.waiting
+        self._fetched, self.max_micro_batches = group, groups.max_micro_batches
+        self._requests.more_data, self._progress.micro_batches_before = groups.more, self._state.num_micro_batches
+        return group
 
     def deal_again(self, position: Mapping[str, Any]) -> Sequence[Any]:
         """Deals what is left of the epoch to the members that take part now, and gives the group of the running update.
@@ -216,26 +244,25 @@ class RunData:
         assert groups is not None  # noqa: S101  # an update runs
         groups.pause()
         groups.begin(self._progress.epoch_iteration, {**position, "on_changed_data": self._on_changed_data})
-        state.epoch_length = groups.length or state.epoch_length
-        state.batch = next(groups)
-        self.fetched(state.batch, groups)
-        return self.group()
+        state.epoch_length, self.length = groups.length or state.epoch_length, groups.length
+        state.batch = next(self)
+        return self.batch(state.batch)
 
     def given(self, group: list[Any]) -> list[Any]:
         """A group that `update` was given, without what is no micro-batch. On some trainers collective."""
         self.max_micro_batches = self.grouping.max_micro_batches_of(group)
-        if self.grouping.none_is_empty:
+        if self.grouping.rules.none_is_empty:
             group = [micro_batch for micro_batch in group if micro_batch is not None]
-        self._fetched = self._sized(group)
+        self._fetched, self._progress.micro_batches_before = group, self._state.num_micro_batches
         return group
 
-    def group(self) -> Sequence[Any]:
+    def batch(self, given: Any) -> Sequence[Any]:
         """The group of the update that begins: handlers may have replaced micro-batches, but not changed their number.
 
         Raises:
             TypeError: it is not a list, or has another number of micro-batches.
         """
-        group, fetched, self._fetched = self._state.batch, self._fetched, ()
+        group, fetched, self._fetched = given, self._fetched, ()
         if group is not fetched and isinstance(fetched, ArrivingGroup):
             fetched = fetched.whole()  # the place in the data is that after it
         if not isinstance(group, (list, ArrivingGroup)) or len(group) != len(fetched):
@@ -244,13 +271,14 @@ class RunData:
                 f"state.batch must be a list of the update's {len(fetched)} micro-batches, got {got}; a handler that "
                 "changes data puts state.batch = [change(micro_batch) for micro_batch in state.batch]"
             )
-        return group if group is fetched and type(group) is list else self._sized(group)
-
-    def _sized(self, group: Sequence[Any]) -> Sequence[Any]:
-        """The group, of which the state tells the size."""
-        arrives = not isinstance(group, (list, tuple)) and isinstance(group, ArrivingGroup)  # an abstract class is asked slowly
-        self._state.group_size = group.known_size if arrives else len(group)  # type: ignore[attr-defined]
         return group
+
+
+def known_size(group: Any) -> int | None:
+    """How many micro-batches a group has; None where that is not known yet."""
+    if isinstance(group, list):
+        return len(group)
+    return group.known_size if isinstance(group, ArrivingGroup) else None
 
 
 def _all_continue(*, is_same: bool) -> bool:

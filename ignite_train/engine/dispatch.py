@@ -121,12 +121,11 @@ class Dispatcher(Engine):
         process: called with the engine and a batch; what it returns becomes `state.output`.
 
     Attributes:
-        handlers_token: another object whenever a handler was attached or removed, so that choices which depend on the handlers
-            are made again. It is not a counter, which a trainer that is put back would count twice.
+        process: the same.
     """
 
     def __init__(self, process: Callable[[Any, Any], Any]) -> None:
-        self.handlers_token = object()
+        self.process: Any = process
         self._stateful: dict[str, Stateful] = {}  # handlers with a state to save, by the name of their class
         self._stages: dict[Any, list[tuple[Callable[..., Any], Stage]]] = {}  # by event, for handlers that do not react
         self._stage = Stage.REACT  # of what `add_event_handler` adds
@@ -147,15 +146,15 @@ class Dispatcher(Engine):
         if isinstance(event_name, EventsList):  # Ignite calls this method again for each of them
             return super().add_event_handler(event_name, handler, *args, **kwargs)
         handle = super().add_event_handler(event_name, handler, *args, **kwargs)
-        self.handlers_token = object()
         self._move_to_stage(self._event_handlers[event_name], self._stages.setdefault(event_name, []))
         _list_stateful(self._stateful, handler)
+        self._handlers_changed()
         return handle
 
     def remove_event_handler(self, handler: Callable[..., Any], event_name: Any) -> None:
         """As in Ignite. An object of which nothing is attached any more is no longer saved."""
         super().remove_event_handler(handler, event_name)
-        self.handlers_token = object()
+        self._handlers_changed()
         owner = _owner(handler)
         listed = {name: entry for name, entry in self._stateful.items() if entry is not owner}
         if len(listed) < len(self._stateful) and all(_owner(other) is not owner for _, other, _ in attached(self)):
@@ -190,10 +189,8 @@ class Dispatcher(Engine):
         if stage != Stage.REACT:
             stages.append((added[0], stage))
 
-    @property
-    def process(self) -> Any:
-        """The process function of the engine."""
-        return self._process_function
+    def _handlers_changed(self) -> None:
+        """For subclasses: called whenever a handler was attached or removed."""
 
     def has_handlers(self, event: Any) -> bool:
         """Whether `event` has handlers, with or without a filter."""

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from ignite.engine import Events
 
@@ -21,16 +21,26 @@ _GET_BATCH_STARTED, _GET_BATCH_COMPLETED = Events.GET_BATCH_STARTED, Events.GET_
 _ITERATION_STARTED, _ITERATION_COMPLETED = Events.ITERATION_STARTED, Events.ITERATION_COMPLETED
 
 
-class Batches(Protocol):
+class Batches:
     """An iterator over the data: one pass.
 
     Attributes:
         length: how many batches it will give; None if unknown.
     """
 
-    length: int | None
+    length: int | None = None
 
-    def __next__(self) -> Any: ...
+    def __next__(self) -> Any:
+        """The next batch."""
+        raise NotImplementedError
+
+    def batch(self, given: Any) -> Any:
+        """The batch of the iteration that begins, where `given` is what handlers before it have made of `state.batch`."""
+        return given
+
+    def keep_open(self) -> bool:
+        """Called where a request to stop has ended the pass within its epoch: whether the next `run` continues it."""
+        return False
 
     def close(self, *, whole: bool) -> None:
         """Called once, when the pass ends: with `whole` unless an exception ended it."""
@@ -183,11 +193,10 @@ class Loop(Dispatcher):
                     self.fire_event(_GET_BATCH_STARTED)
                 # In no local variable: it would keep these micro-batches alive while the next are fetched.
                 state.batch = next(batches, _END)
-                self._note_fetched(state.batch, batches)
                 if state.batch is _END:
                     state.batch, over = None, True
                     break
-                self._iterate()
+                self._iterate(batches)
                 over = not self.progress.stops and self._epoch_is_over(batches)
             if over:
                 self._close_epoch(started)
@@ -195,17 +204,10 @@ class Loop(Dispatcher):
         finally:
             self.progress.reading = False
             stopped = whole and self.progress.epoch_open and (self.should_terminate or self.should_interrupt)
-            if not (stopped and self._keeps_open(batches)):
+            if not (stopped and batches.keep_open()):
                 batches.close(whole=whole)
 
-    def _keeps_open(self, batches: Batches) -> bool:  # noqa: ARG002  # for subclasses
-        """Whether the pass, which a request to stop has ended within its epoch, is what the next `run` continues."""
-        return False
-
-    def _note_fetched(self, batch: Any, batches: Batches) -> None:
-        """For subclasses: called with what came of the data, which is no batch where they have ended."""
-
-    def _iterate(self) -> None:
+    def _iterate(self, batches: Batches) -> None:
         """Runs one iteration on `state.batch`, which handlers before it may replace."""
         state = self.state
         if state.dataloader is not None:
@@ -213,7 +215,7 @@ class Loop(Dispatcher):
         state.iteration += 1
         self.progress.iterating, self.progress.settled = True, False
         self.fire_event(_ITERATION_STARTED)
-        state.output = self.process(self, self._batch())
+        state.output = self.process(self, batches.batch(state.batch))
         self.progress.iterating = False
         self.progress.epoch_iteration += 1
         try:
@@ -225,10 +227,6 @@ class Loop(Dispatcher):
         """Has what was asked for take effect. Called after each iteration and each epoch, and where a run is entered."""
         self.progress.stops = bool(self.should_terminate or self.should_interrupt)
         self.progress.epoch_ends = self.progress.epoch_iteration > 0 and bool(self.should_terminate_single_epoch)
-
-    def _batch(self) -> Any:
-        """The batch of the running iteration: `state.batch`, as handlers may have replaced it."""
-        return self.state.batch
 
     def _close_epoch(self, started: float) -> None:
         if self.should_terminate_single_epoch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -20,12 +20,13 @@ from torch.utils.data.distributed import DistributedSampler
 from ignite_train.arguments import describe, one_of, positive_int
 from ignite_train.data.description import length_of
 from ignite_train.data.fetch_thread import FetchThread
-from ignite_train.data.grouping import POLICIES, Uneven
+from ignite_train.data.grouping import POLICIES
+from ignite_train.data.micro_batch_pass import Uneven
 from ignite_train.data.position import open_loader
 from ignite_train.data.samplers import samplers_of
 from ignite_train.device.to_device import ToDevice
 from ignite_train.engine.limits import checked_loader
-from ignite_train.engine.loop import Loop
+from ignite_train.engine.loop import Batches, Loop
 from ignite_train.evaluation.uneven_metrics import metrics_published_at, uneven_metrics
 from ignite_train.forward import TERM, BoundForward, Forward, ForwardOutput, as_forward_output, bind_forward
 from ignite_train.model.forward_state import ForwardState
@@ -81,9 +82,14 @@ class Evaluator(Loop):
         self.transfer, self.precision = ToDevice(device), Precision(precision, device)
         self.statistics = Statistics(device, counts=self.data_ranks.counts)
         self._limit: int | None = None
+        self._contexts = ExitStack()  # of the running evaluation
         self.on_enter.append(lambda _: collectives.broadcast_buffers(this.model))
         self._is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self._uneven: Uneven = "replay" if uneven == "all" and self._is_sharded else uneven
+
+    def run_within(self, make_context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Has each run be inside a `with` of its own. Several are left in the reverse order, as nested ones are."""
+        self.on_enter.append(lambda _: self._contexts.enter_context(make_context()))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.model).__name__}, {self.precision.name})"
@@ -127,7 +133,8 @@ class Evaluator(Loop):
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
-            super().run(loader)
+            with self._contexts:
+                super().run(loader)
         finally:
             for module in training:
                 module.training = True
@@ -153,7 +160,7 @@ class Evaluator(Loop):
 
     def _close_epoch(self, started: float) -> None:
         self._publish()
-        with uneven_metrics(self):
+        with uneven_metrics(self, has_data=self.state.iteration > 0):
             super()._close_epoch(started)
 
     def _refuse_running_metrics(self, data: Iterable[Any]) -> None:
@@ -184,15 +191,13 @@ class Evaluator(Loop):
             self.state.metrics["loss"] = sum(self.state.metrics[name] for name in terms)
 
 
-class _Whole:
-    """One pass over micro-batches, one at a time.
+class _Whole(Batches):
+    """A pass over micro-batches, one at a time.
 
     Args:
         micro_batches: what is evaluated.
         opened: the pass over the loader that gives them.
     """
-
-    length: int | None = None
 
     def __init__(self, micro_batches: Iterator[Any], opened: Iterator[Any]) -> None:
         self._micro_batches, self._opened = micro_batches, opened

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ignite_train.fast.compiled_gather import CompiledCross, CompiledGather, say_why_not_compiled
+from ignite_train.fast.compiled_gather import CompiledGather, say_why_not_compiled
 from ignite_train.fast.compiled_step import CompiledStep
 from ignite_train.fast.folded_step import FoldedStep, FoldedSteps
-from ignite_train.fast.queued_step import QueuedStep
+from ignite_train.fast.queued_step import QueuedStep, StepIfNotMade
 from ignite_train.model.optimizers import Optimizers
 from ignite_train.ranks.crossing import AloneCrossing
 from ignite_train.ranks.statistics import Statistics
@@ -58,7 +58,7 @@ def choose(update: Update, optimizers: Optimizer | Optimizers, compile: Compile,
 
 def _fold(update: Update) -> None:
     """The step divides the gradients as it reads them, and on an accelerator it is queued before the host has read anything."""
-    stepper, cross = update.stepper, update.cross
+    stepper, gather = update.stepper, update.gather
     if isinstance(stepper, OneStepper):
         folded: FoldedStep | FoldedSteps = FoldedStep(stepper)
     elif isinstance(stepper, SeveralSteppers):
@@ -66,41 +66,44 @@ def _fold(update: Update) -> None:
     else:
         return
     update.stepper = folded
-    if not cross.statistics.on_host and not isinstance(update, LocalUpdate):
-        update.cross = QueuedStep(
-            gather=cross.gather,
-            learning_rates=cross.learning_rates,
-            watch=cross.watch,
+    if not gather.statistics.on_host and not isinstance(update, LocalUpdate):
+        update.gather = QueuedStep(
+            passes=gather.passes,
+            crossing=gather.crossing,
+            statistics=gather.statistics,
+            gradients=gather.gradients,
+            learning_rates=gather.learning_rates,
+            recovery=gather.recovery,
             stepper=folded,
+            watch=folded.watch,
             rules=update.rules,
             loss_scaling=update.loss_scaling,
         )
+        update.stepper = StepIfNotMade(folded)
 
 
 def _compile(update: Update, optimizer: Optimizer, settings: Mapping[str, Any]) -> None:
     """Graphs do what the update does up to and with its step."""
-    plain, on_host = update.gather, update.cross.statistics.on_host
-    statistics = plain.statistics if on_host else Statistics(torch.device("cpu"))
-    if not on_host:
-        update.statistics.append(statistics)
-    update.gather = gather = CompiledGather(
+    plain = update.gather
+    statistics = plain.statistics
+    if not statistics.on_host:
+        statistics = Statistics(torch.device("cpu"))
+        update.parts.statistics.append(statistics)
+    update.gather = CompiledGather(
         passes=plain.passes,
         crossing=plain.crossing,
         statistics=plain.statistics,
         gradients=plain.gradients,
+        learning_rates=plain.learning_rates,
         optimizer=optimizer,
         rules=update.rules,
         watch=update.stepper.watch,
-        search=update.search,
+        search=update.parts.search,
         settings=settings,
-    )
-    update.cross = CompiledCross(
-        gather=gather,
-        learning_rates=update.learning_rates,
-        watch=update.stepper.watch,
-        compiled=gather,
         host_statistics=statistics,
     )
+    if not isinstance(update.stepper, StepIfNotMade):
+        update.stepper = StepIfNotMade(update.stepper)
 
 
 def settings_of_graphs(options: Compile, device: torch.device) -> dict[str, Any] | None:

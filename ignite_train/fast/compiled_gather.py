@@ -22,12 +22,11 @@ from ignite_train.model.step_watch import StepWatch
 from ignite_train.ranks.messages import RankRequests
 from ignite_train.ranks.statistics import Statistics, Totals
 from ignite_train.trainer import Trainer
-from ignite_train.update.cross import Cross
 from ignite_train.update.decision import Rules
 from ignite_train.update.gather import Gather
 from ignite_train.update.nonfinite_search import NonFiniteSearch
 
-__all__ = ["CompiledCross", "CompiledGather", "Result", "say_why_not_compiled"]
+__all__ = ["CompiledGather", "Result", "say_why_not_compiled"]
 
 _SEEING = (  # the events whose handlers stand between what is one graph here
     TrainEvents.FORWARD_COMPLETED,
@@ -76,8 +75,8 @@ def _prepare_cuda_graphs(tensors: StepTensors, *, is_first: bool) -> None:
 class CompiledGather(Gather):
     """The gather of `compile="update"`: forward, backward, the sums, the norm, the decision and the step are done by graphs.
 
-    The graphs decide as `decide` does, and step or change nothing. `CompiledCross` reads one vector, the host decides from the
-    same numbers, and continues as after a step that a device has made. Where something stands in the way of a graph, an update
+    The graphs decide as `decide` does, and step or change nothing. `cross` reads one vector, the host decides from the same
+    numbers, and continues as after a step that a device has made. Where something stands in the way of a graph, an update
     goes the plain way, and the log says why, once for each reason. Both ways step the same optimizer and leave its state alike,
     so updates of both can follow each other.
 
@@ -87,6 +86,7 @@ class CompiledGather(Gather):
         watch: told of each step.
         search: told whether forward draws random numbers.
         settings: arguments of `torch.compile`.
+        host_statistics: takes the numbers to the piggybacks. It is dropped where an update is broken off.
         result: what the graphs of the running update have left, until it is read.
     """
 
@@ -95,6 +95,7 @@ class CompiledGather(Gather):
     watch: StepWatch
     search: NonFiniteSearch
     settings: Mapping[str, Any]
+    host_statistics: Statistics
     result: Result | None = None
     _step: CompiledStep = field(init=False)
     _forward_state: ForwardState = field(init=False)
@@ -126,19 +127,27 @@ class CompiledGather(Gather):
         super().begin(trainer, group)
         return self._run(trainer, group) if len(group) > 0 else 0
 
-    def take_result(self) -> tuple[Result, list[float]] | None:
-        """The result of this update's graphs with its numbers: norm, loss, sample size and logs. Synchronises with the device.
-
-        None where there was no graph. Notes whether the step was made.
-        """
+    def cross(self, trainer: Trainer) -> Totals:
+        """See `Gather`. Where graphs have run, one vector is read; they may have made the step."""
         result, self.result = self.result, None
         if result is None:
-            return None
-        norm, has_stepped, *sums = result.vector.tolist()  # sync
+            return super().cross(trainer)
+        trainer.begin_section("reduction")
+        if self.passes.seeding is not None:
+            self.passes.seeding.step()
+        norm, has_stepped, loss, size, *rest = result.vector.tolist()  # sync
         if has_stepped:
             self._note_step()
         self.watch.decided(moved=bool(has_stepped))
-        return result, [norm, *sums]
+        logs, weights = _logs(result.logs, rest)
+        if not trainer.piggybacks and 0 <= size < math.inf:  # as `Statistics.finish` does, which takes longer
+            requests = trainer.requests
+            agreed = RankRequests(requests.stop, requests.stop_epoch, requests.more_data, requests.interrupt)
+            return Totals(size, loss, result.num_micro_batches, 0, logs, agreed, norm, (), weights)
+        statistics = self.host_statistics
+        statistics.add(ForwardOutput(loss, size, _pairs(logs, weights)))
+        statistics.pack(trainer.requests, trainer.piggybacks, alone=True)
+        return statistics.finish(norm)._replace(num_micro_batches=result.num_micro_batches)
 
     def _note_step(self) -> None:
         """Notes the step of a graph. Done again after an interrupt in it, this changes nothing that it has done."""
@@ -299,40 +308,6 @@ class CompiledGather(Gather):
             self._numbers = numbers
             self._on_device = torch.tensor(numbers, dtype=torch.float64, device=self.statistics.device)
         return self._on_device
-
-
-@dataclass(kw_only=True)
-class CompiledCross(Cross):
-    """Reads the numbers that the graphs of an update have left; where there was no graph it is a plain `Cross`.
-
-    Attributes:
-        compiled: has run the graphs.
-        host_statistics: takes the numbers to the piggybacks. It is dropped where an update is broken off.
-    """
-
-    compiled: CompiledGather
-    host_statistics: Statistics
-
-    def __call__(self, trainer: Trainer) -> Totals:
-        """See `Cross`. The graph may have made the step."""
-        graphs = self.compiled
-        if graphs.result is None:
-            return super().__call__(trainer)
-        trainer.begin_section("reduction")
-        if self.seeding is not None:
-            self.seeding.step()
-        taken = graphs.take_result()
-        assert taken is not None  # noqa: S101  # it is there
-        result, (norm, loss, size, *rest) = taken
-        logs, weights = _logs(result.logs, rest)
-        if not trainer.piggybacks and 0 <= size < math.inf:  # as `Statistics.finish` does, which takes longer
-            requests = trainer.requests
-            agreed = RankRequests(requests.stop, requests.stop_epoch, requests.more_data, requests.interrupt)
-            return Totals(size, loss, result.num_micro_batches, 0, logs, agreed, norm, (), weights)
-        statistics = self.host_statistics
-        statistics.add(ForwardOutput(loss, size, _pairs(logs, weights)))
-        statistics.pack(*trainer.outgoing(), alone=True)
-        return statistics.finish(norm)._replace(num_micro_batches=result.num_micro_batches)
 
 
 def _logs(names: Sequence[tuple[str, bool]], numbers: Sequence[float]) -> tuple[dict[str, float], dict[str, float]]:

@@ -12,18 +12,20 @@ from torch import Tensor
 from ignite_train.events import TrainEvents
 from ignite_train.fast.folded_step import LARGEST_DIVISOR, SMALLEST_DIVISOR, FoldedStep, FoldedSteps
 from ignite_train.model.gradients import SMALLEST_NORM
+from ignite_train.model.step_watch import StepWatch
 from ignite_train.ranks.statistics import Reduced, Totals
 from ignite_train.trainer import Trainer
-from ignite_train.update.cross import Cross
 from ignite_train.update.decision import EPSILON, Rules
+from ignite_train.update.gather import Gather
 from ignite_train.update.loss_scaling import LossScaling
+from ignite_train.update.stepper import Stepper
 
-__all__ = ["QueuedStep", "decide_on_device"]
+__all__ = ["QueuedStep", "StepIfNotMade", "decide_on_device"]
 
 
 @dataclass(kw_only=True)
-class QueuedStep(Cross):
-    """On an accelerator, has the device decide about the step, so that it need not wait for the host to do so.
+class QueuedStep(Gather):
+    """A gather that, on an accelerator, has the device decide about the step, so that it need not wait for the host to do so.
 
     The sums and the norm lie on the device. Whether the update is plain (samples, finite, nothing only the host can decide)
     and what to divide the gradients by is computed there; those numbers set out for the host, an event behind them; then the
@@ -38,11 +40,13 @@ class QueuedStep(Cross):
 
     Attributes:
         stepper: makes the step.
+        watch: told of the step.
         rules: of the trainer.
         loss_scaling: has the loss scale.
     """
 
     stepper: FoldedStep | FoldedSteps
+    watch: StepWatch
     rules: Rules
     loss_scaling: LossScaling
     _logged: bool = False
@@ -50,7 +54,7 @@ class QueuedStep(Cross):
     def read(self, trainer: Trainer, norm: float | Tensor | None) -> Totals:
         """Reads the update's numbers; the device may have made the step that belongs to them."""
         statistics, watch = self.statistics, self.watch
-        reduced = None if statistics.on_host else statistics.reduced(norm)
+        reduced = statistics.reduced(norm)
         if reduced is None or self._why_not_queued(trainer) is not None:
             return super().read(trainer, norm)
         rates = self.learning_rates.unknown()
@@ -92,6 +96,25 @@ class QueuedStep(Cross):
             f"moments, and no handler of GRADIENTS_REDUCED or GRADIENTS_READY stands in between: {now}"
         )
         self._logged = True
+
+
+class StepIfNotMade:
+    """A stepper for updates whose step the device may have made by the time that the host comes to it.
+
+    Args:
+        stepper: makes the step where the device has not.
+
+    Attributes:
+        watch: see `Stepper`.
+    """
+
+    def __init__(self, stepper: Stepper) -> None:
+        self._stepper, self.watch = stepper, stepper.watch
+
+    def __call__(self, mean_factor: float, *clip_coefficients: float) -> None:
+        """See `Stepper`."""
+        if not self.watch.entered:
+            self._stepper(mean_factor, *clip_coefficients)
 
 
 def decide_on_device(reduced: Reduced, rules: Rules, loss_scale: float) -> tuple[Tensor, Tensor]:

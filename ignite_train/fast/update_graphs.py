@@ -20,7 +20,7 @@ from ignite_train.fast.graph_trial import GraphTrial
 from ignite_train.forward import BoundForward, Mean
 from ignite_train.metrics import is_published_metric
 from ignite_train.model.forward_state import ForwardState
-from ignite_train.model.memory_layout import sharing_memory
+from ignite_train.model.gradients import sharing_memory
 from ignite_train.model.precision import Precision
 from ignite_train.model.random_state import NUMPY, PYTHON, RandomState
 from ignite_train.update.decision import EPSILON, Rules

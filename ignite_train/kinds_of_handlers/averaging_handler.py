@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ignite_train.model.averaged_tensors import (
     local_tensors,
     move_towards,
     names_of_tensors,
+    plain_name,
 )
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
@@ -36,7 +37,9 @@ class AveragingHandler(Handler):
     the running statistics of normalisation layers; other buffers are the model's. Averages of bfloat16 and float16 are kept in
     float32, because 1 - decay of a weight is lost there. With sharded models each rank averages its shards.
 
-    A derived class defines `decay_in` and passes `device`: where the averages are; None: where the weights are.
+    A derived class defines `decay_in` and passes `device`: where the averages are; None: where the weights are. It sets
+    `follows_until_first` where the average, until the first averaging, is to be the weights of the moment, and not the weights
+    with which a run began.
 
     Attributes:
         num_updates: how often it has averaged.
@@ -46,13 +49,14 @@ class AveragingHandler(Handler):
 
     same_on_all_ranks = True
 
+    follows_until_first = False
+
     def __init__(self, device: str | torch.device | None) -> None:
         self.device = None if device is None else torch.device(device)
         self.num_updates = 0
         self._model: nn.Module | None = None
         self._averages: dict[str, Tensor] = {}
         self._is_swapped_in = False
-        self._swaps: list[Any] = []  # of evaluations that are running
 
     def decay_in(self, number: int) -> float:
         """The weight of the average in averaging `number`, which is 1 for the first; in [0, 1)."""
@@ -73,7 +77,7 @@ class AveragingHandler(Handler):
             )
         self._model = model
         self._averages = {name: self._average(value) for name, value in averaged_tensors(model).items()}
-        trainer.on_enter.append(lambda _: self.begin_average())
+        trainer.on_enter.append(lambda _: self._begin_average())
         return trainer.prepend_event_handler(event, self)
 
     def use_in(self, evaluator: Evaluator) -> None:
@@ -84,14 +88,13 @@ class AveragingHandler(Handler):
         """
         if not isinstance(evaluator, Evaluator):
             raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
-        evaluator.on_enter.append(self._enter)
-        evaluator.on_exit.append(self._leave)
+        evaluator.run_within(lambda: self._swapped_for(evaluator.model))
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """In this `with` the model has the averaged weights; afterwards, bit by bit, its own. Needs memory for a copy of them.
 
-        The statistics of normalisation layers are those of rank 0 on all ranks, so it is collective where a model has them.
+        All ranks take the statistics of normalisation layers from rank 0, so it is collective where a model has them.
 
         Raises:
             RuntimeError: `attach` was not called, or the averages are swapped in already.
@@ -99,9 +102,11 @@ class AveragingHandler(Handler):
         model = self._attached()
         if self._is_swapped_in:
             raise RuntimeError("swapped_in() was called inside swapped_in(); leave the first `with` before the second")
+        if self.follows_until_first:
+            self._begin_average()
         with torch.no_grad():
             self._take_over_statistics()
-            weights, averages = local_tensors(averaged_tensors(model)), local_tensors(self._averages)
+            weights, averages = local_tensors(averaged_tensors(model).values()), local_tensors(self._averages.values())
             kept = [weight.to(average.device, copy=True) for weight, average in zip(weights, averages, strict=True)]
             torch._foreach_copy_(weights, averages)
         self._is_swapped_in = True
@@ -110,7 +115,7 @@ class AveragingHandler(Handler):
         finally:
             self._is_swapped_in = False
             with torch.no_grad():
-                torch._foreach_copy_(local_tensors(averaged_tensors(model)), kept)
+                torch._foreach_copy_(local_tensors(averaged_tensors(model).values()), kept)
 
     def __call__(self) -> None:
         """Averages once.
@@ -128,14 +133,16 @@ class AveragingHandler(Handler):
     def state_dict(self) -> dict[str, Any]:
         """`"num_updates"`, and under `"model"` the state of the model with the averages in the place of the weights."""
         model = self._attached()
+        if self.follows_until_first:
+            self._begin_average()
         names = {id(value): name for name, value in averaged_tensors(model).items()}
         averages = {name: self._averages[names[id(value)]] for name, value in names_of_tensors(model) if id(value) in names}
-        state = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}
+        state = {plain_name(name): value for name, value in model.state_dict().items()}
         return {"num_updates": self.num_updates, "model": {**state, **averages}}
 
     def paths_that_may_differ(self) -> list[tuple[str, ...]]:
         """Keys of averaged buffers: each rank averages its own running statistics, and rank 0's are evaluated."""
-        return [("model", name.replace("_orig_mod.", "")) for name, _ in self._attached().named_buffers()]
+        return [("model", plain_name(name)) for name, _ in self._attached().named_buffers()]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores the averages and their number.
@@ -152,11 +159,12 @@ class AveragingHandler(Handler):
             for name, average in self._averages.items():
                 average.copy_(saved[name])
 
-    def begin_average(self) -> None:
+    def _begin_average(self) -> None:
         """Before the first averaging, the average is that of the weights now."""
         if self.num_updates == 0:
+            weights = averaged_tensors(self._attached())
             with torch.no_grad():
-                torch._foreach_copy_(local_tensors(self._averages), local_tensors(averaged_tensors(self._attached())))
+                torch._foreach_copy_(local_tensors(self._averages.values()), local_tensors(weights.values()))
 
     def _average(self, value: Tensor) -> Tensor:
         dtype = torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
@@ -168,20 +176,14 @@ class AveragingHandler(Handler):
             for name in averaged_statistics(self._attached()):
                 collectives.broadcast(self._averages[name])
 
-    def _enter(self, evaluator: Evaluator) -> None:
+    def _swapped_for(self, evaluated: nn.Module) -> AbstractContextManager[None]:
         mine = {id(parameter) for parameter in self._attached().parameters()}
-        if not any(id(parameter) in mine for parameter in evaluator.model.parameters()):
+        if not any(id(parameter) in mine for parameter in evaluated.parameters()):
             raise ValueError(
                 "evaluator must evaluate the model that is trained, got one of another model; "
                 f"{type(self).__name__} swaps its weights"
             )
-        swap = self.swapped_in()
-        swap.__enter__()
-        self._swaps.append(swap)
-
-    def _leave(self) -> None:
-        while self._swaps:
-            self._swaps.pop().__exit__(None, None, None)
+        return self.swapped_in()
 
     def _attached(self) -> nn.Module:
         if self._model is None:

@@ -7,7 +7,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -78,19 +78,18 @@ class EventFile:
             self.remove()
             raise
 
-    def add_numbers(self, tags: tuple[str, ...], values: Sequence[float], update: int) -> None:
+    def add_numbers(self, numbers: Mapping[str, float], update: int) -> None:
         """Writes numbers as one event.
 
         Args:
-            tags: their names, each once.
-            values: the number of each.
+            numbers: by their tags.
             update: where they are shown.
 
         Raises:
             OSError: they cannot be written.
         """
-        numbers = [self._make_value(tag=tag, simple_value=value) for tag, value in zip(tags, values, strict=True)]
-        self.add(self._make_summary(value=numbers), update)
+        values = [self._make_value(tag=tag, simple_value=value) for tag, value in numbers.items()]
+        self.add(self._make_summary(value=values), update)
 
     def add(self, summary: Any, update: int) -> None:
         """Writes a summary, which may have several values, as one event.

@@ -1,11 +1,11 @@
-"""What handlers are built on: those that attach themselves, and those whose numbers travel with the statistics."""
+"""Handlers that attach themselves, and handlers whose numbers travel with the statistics of an update."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback
 from ignite_train.trainer import Trainer
 
-__all__ = ["Handler", "PiggybackHandler"]
+__all__ = ["Handler", "PiggybackHandler", "handle_in_every_nth_update"]
 
 _NUMBERS = itertools.count(1)
 
@@ -27,10 +27,15 @@ _NUMBERS = itertools.count(1)
 class Handler(Attachable):
     """A handler that is attached by `attach(trainer, ...)` and refuses to be put on an event by itself.
 
-    Most handlers need more than one event. On one of them alone they would do nothing, or only a part, without a warning. A
+    Most handlers need more than one event. On a single event they would do nothing, or only a part, without a warning. A
     derived class defines `attach`, whose arguments are checked before it is called.
+
+    Attributes:
+        not_elastic: why the handler would be wrong where replicas come and go, so that `attach` refuses it; empty if it is
+            right there.
     """
 
+    not_elastic = ""
     _number = 0  # in the order in which handlers are made
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -63,6 +68,8 @@ def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
         name = type(self).__name__
         self.unattached.pop(self._number, None)
         _check_trainer(name, trainer)
+        if trainer.is_elastic and self.not_elastic:
+            raise ValueError(f"{name} must be left out with reduction='elastic': {self.not_elastic}")
         if arguments or "event" in named:
             _check_event(name, arguments[0] if arguments else named["event"])
         _check_evaluator(name, named.get("evaluator"))
@@ -111,6 +118,32 @@ def _is_event(value: Any) -> bool:
     return isinstance(value, (CallableEventWithFilter, EventsList))
 
 
+def handle_in_every_nth_update(trainer: Trainer, number: int, handlers: Mapping[Any, Callable[..., Any]]) -> None:
+    """Attaches handlers when an update begins whose number is a multiple of `number`, and takes them off when it is over.
+
+    Some events cost something in each update as soon as they have a handler with any filter: with one of GRADIENTS_READY an
+    update waits for the host before its step.
+
+    Args:
+        trainer: the trainer.
+        number: n.
+        handlers: by event.
+    """
+    handles: list[RemovableEventHandle] = []
+
+    def begin(trainer: Trainer) -> None:
+        end()
+        handles.extend(trainer.prepend_event_handler(event, handler) for event, handler in handlers.items())
+
+    def end() -> None:
+        while handles:
+            handles.pop().remove()
+
+    trainer.add_event_handler(Events.ITERATION_STARTED(every=number), begin)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=number), end)
+    trainer.on_exit.append(end)
+
+
 class PiggybackHandler(Handler, Piggyback):
     """A handler whose numbers travel with the statistics of each update. All ranks attach it alike.
 
@@ -137,7 +170,7 @@ class PiggybackHandler(Handler, Piggyback):
         """Does nothing in later updates. All ranks call it alike."""
         self._handle.remove()
         if self in trainer.piggybacks:
-            # A new list: an update that is under way still needs the one whose numbers it has sent.
+            # A new list: an update that is under way still reads the list whose numbers it has sent.
             trainer.piggybacks = [piggyback for piggyback in trainer.piggybacks if piggyback is not self]
             trainer.remove_event_handler(self.settle, Events.COMPLETED)
 

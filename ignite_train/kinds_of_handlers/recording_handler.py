@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ignite.engine import Engine, Events, RemovableEventHandle
 
@@ -57,8 +57,6 @@ class RecordingHandler(Handler):
         self._trainer: weakref.ref[Trainer] | None = None  # so that the trainer's memory is free once nothing else holds it
         self._failures = 0
         self.left_out: set[str] = set()
-        self._names: tuple[str, ...] = ()  # of the metrics, when they were written last
-        self._written_names: tuple[str, ...] = ()
         self._held: dict[str, dict[str, float]] = {}  # of evaluations before the run, by tag
 
     def attach(
@@ -93,7 +91,8 @@ class RecordingHandler(Handler):
             Exception: they cannot be written, and `on_error` is `"raise"`. An OSError where the disk is the reason.
         """
         self.written = trainer.state.iteration
-        self._write(trainer, *self._named(trainer.state.metrics))
+        numbers = single_metrics(trainer.state.metrics, self.left_out)
+        self._write(trainer, {self.written_name(name): number for name, number in numbers.items()})
 
     def written_name(self, name: str) -> str:
         """The name under which a metric of the trainer is written."""
@@ -118,13 +117,12 @@ class RecordingHandler(Handler):
         """Whether there is a log of an earlier process that this one neither continues nor replaces yet."""
         raise NotImplementedError
 
-    def record(self, trainer: Trainer, names: tuple[str, ...], values: Sequence[float]) -> None:
+    def record(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
         """Writes numbers with the running update.
 
         Args:
             trainer: the trainer.
-            names: under which they are written; at least one.
-            values: the number of each. The handler may keep them.
+            numbers: at least one, by the names under which they are written.
 
         Raises:
             OSError: they cannot be written.
@@ -137,29 +135,16 @@ class RecordingHandler(Handler):
     def finish(self) -> None:
         """Called when a run is over, in whatever way it ended."""
 
-    def _named(self, metrics: Mapping[str, Any]) -> tuple[tuple[str, ...], list[float]]:
-        """The metrics as single numbers: the names under which they are written, and the number of each."""
-        names, values = tuple(metrics), [*metrics.values()]
-        if names == self._names and {*map(type, values)} == {float}:  # as most often
-            return self._written_names, values
-        numbers = single_metrics(metrics, self.left_out)
-        if tuple(numbers) != self._names:
-            self._names, self._written_names = tuple(numbers), tuple(map(self.written_name, numbers))
-        written = dict(zip(self._written_names, numbers.values(), strict=True))
-        if len(written) < len(numbers):  # "loss" and a user's "train/loss", say: the later one is written
-            self._names = self._written_names = ()
-        return tuple(written), [*written.values()]
-
-    def _write(self, trainer: Trainer, names: tuple[str, ...], values: Sequence[float]) -> None:
+    def _write(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
         """Writes numbers, with the running update.
 
         Raises:
             Exception: they cannot be written, and `on_error` is `"raise"`.
         """
-        if not names:
+        if not numbers:
             return
         try:
-            self.record(trainer, names, values)
+            self.record(trainer, numbers)
         except Exception as error:  # also what a format cannot say
             self.fail(trainer.state.iteration, error)
 
@@ -168,17 +153,17 @@ class RecordingHandler(Handler):
             self.begin = trainer.state.iteration
         held, self._held = self._held, {}
         for numbers in held.values() if trainer.state.iteration == 0 else ():
-            self._write(trainer, tuple(numbers), [*numbers.values()])
+            self._write(trainer, numbers)
 
     def _write_evaluation(self, evaluator: Engine, trainer: Trainer, tag: str) -> None:
         numbers = grouped_metrics(evaluator.state.metrics, self.left_out, tag)
         if self.begin is None and trainer.state.iteration == 0 and self.may_be_continued():
             self._held[tag] = numbers
         else:
-            self._write(trainer, tuple(numbers), [*numbers.values()])
+            self._write(trainer, numbers)
 
     def _write_rest(self, trainer: Trainer) -> None:
-        """What was published after the last time, at the end of the run."""
+        """Writes at the end of the run, if the metrics of its last update were not written."""
         if trainer.state.iteration != self.written:
             self(trainer)
 

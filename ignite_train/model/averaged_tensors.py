@@ -1,8 +1,8 @@
-"""The tensors of a model that an average of its weights is made of, and moving an average towards them."""
+"""The tensors that an average of a model's weights consists of, by plain names, and moving an average towards them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -10,15 +10,20 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-__all__ = ["averaged_statistics", "averaged_tensors", "local_tensors", "move_towards", "names_of_tensors"]
+__all__ = ["averaged_statistics", "averaged_tensors", "local_tensors", "move_towards", "names_of_tensors", "plain_name"]
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter, buffer or module without the words that `torch.compile` adds to it."""
+    return name.replace("_orig_mod.", "")
 
 
 def averaged_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What is averaged, by name: parameters, as shards where they are sharded, and statistics of normalisation layers."""
+    """Averages are of these, by name: parameters, as shards where they are sharded, and statistics of normalisation layers."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # an evaluation may have left whole parameters in their place
-    parameters = {name.replace("_orig_mod.", ""): value for name, value in model.named_parameters()}
+    parameters = {plain_name(name): value for name, value in model.named_parameters()}
     averaged = {name: value for name, value in parameters.items() if value.is_floating_point() or value.is_complex()}
     return averaged | averaged_statistics(model)
 
@@ -29,7 +34,7 @@ def averaged_statistics(model: nn.Module) -> dict[str, Tensor]:
     for prefix, module in model.named_modules():
         if isinstance(module, _NormBase) and module.running_mean is not None:
             for name in ("running_mean", "running_var"):
-                found[f"{prefix}.{name}".lstrip(".").replace("_orig_mod.", "")] = module.get_buffer(name)
+                found[plain_name(f"{prefix}.{name}".lstrip("."))] = module.get_buffer(name)
     return found
 
 
@@ -37,12 +42,12 @@ def names_of_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers under each of their names."""
     for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         for name, value in named:
-            yield name.replace("_orig_mod.", ""), value
+            yield plain_name(name), value
 
 
-def local_tensors(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """The tensors, or the shards of this rank, which share their memory. To be called under `no_grad`."""
-    return [value.to_local() if isinstance(value, DTensor) else value for value in tensors.values()]
+def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors, or the shards of this rank, which share their memory. Call it under `no_grad`."""
+    return [value.to_local() if isinstance(value, DTensor) else value for value in tensors]
 
 
 def move_towards(averages: Mapping[str, Tensor], weights: Mapping[str, Tensor], share: float) -> None:
@@ -54,6 +59,6 @@ def move_towards(averages: Mapping[str, Tensor], weights: Mapping[str, Tensor], 
         share: in [0, 1].
     """
     with torch.no_grad():
-        moved, targets = local_tensors(averages), local_tensors(weights)
+        moved, targets = local_tensors(averages.values()), local_tensors(weights.values())
         targets = [target.to(average.device, average.dtype) for target, average in zip(targets, moved, strict=True)]
         torch._foreach_lerp_(moved, targets, share)

@@ -136,7 +136,7 @@ class ForwardState:
         self._reached: list[Any] = []  # by way of forward
         self._used: list[nn.Module] = []
         self._generators: list[Generator] = []
-        self._drawn: dict[int, Generator] = {}  # of these, those that were seen to move
+        self._drawn: list[Generator] = []  # of these, those that were seen to move
         self._latest_look: RandomState | None = None
 
     @property
@@ -156,7 +156,7 @@ class ForwardState:
             micro_batches: those into which forward may write, in any structure.
         """
         self._num_marks += 1
-        self._find(is_look=_is_power_of_two(self._num_marks))
+        self._find(is_look=self._num_marks & (self._num_marks - 1) == 0)
         buffers = BufferRollback(self._everything(), is_needed=self._watches_tensors)
         buffers.mark()
         attributes = [vars(one) for one in self.modules if not isinstance(one, _WRAPPERS)]
@@ -181,20 +181,18 @@ class ForwardState:
     def mark_draws(self) -> RandomState:
         """Remembers the generators alone, in little time; to be called in each update.
 
-        The states of most of them take long to read. So those of Python, of NumPy and of the user are remembered from when on
-        they have been seen to move, and that is looked at in the updates 1, 2, 4, 8, ....
+        The states of most of them take long to read. So those of Python, of NumPy and of the user are remembered in the updates
+        1, 2, 4, 8, ...; and in all others from when on one of these looks has found them moved since the look before.
         """
-        if self._latest_look is not None:
-            moved = self._latest_look.moved()
-            self._drawn.update(zip(map(id, moved), moved, strict=True))
-            self._latest_look = None
         self._num_updates += 1
-        is_look = _is_power_of_two(self._num_updates)
-        if is_look:
-            self._find(is_look=True)
-        state = RandomState(self._devices, self._generators if is_look else [*self._drawn.values()])
-        self._latest_look = state if is_look else None
-        return state
+        if self._num_updates & (self._num_updates - 1):
+            return RandomState(self._devices, self._drawn)
+        self._find(is_look=True)
+        before, now = self._latest_look, RandomState(self._devices, self._generators)
+        if before is not None:
+            self._drawn = [*{id(one): one for one in (*self._drawn, *now.moved_since(before))}.values()]
+        self._latest_look = now
+        return now
 
     def keep(self, mark: ForwardMark) -> None:
         """Keeps the changes of a forward since `mark`, and notes the parameters that it has moved."""
@@ -324,10 +322,6 @@ class ForwardState:
                 f"forward was run and had to be taken back, and it has moved {name}, which was not copied; move it in a "
                 "handler of STEP_COMPLETED, or make it a buffer"
             )
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
-from operator import attrgetter, is_, is_not
+from operator import add, attrgetter, gt, is_, is_not
 
 import numpy as np
 import torch
@@ -16,17 +16,27 @@ from torch.optim import Optimizer
 
 from ignite_train.device.to_host import is_on_host
 from ignite_train.errors import GradientAccessError, NoGradientError
-from ignite_train.model.memory_layout import is_dense, sharing_memory
+from ignite_train.model.memory_layout import is_dense
 from ignite_train.model.optimizers import Optimizers
 from ignite_train.model.sparse_parameters import sparse_gradient_values, sparse_parameters
 
-__all__ = ["SMALLEST_NORM", "Gradients", "PartedGradients", "may_trust_norm", "no_gradient_error", "times"]
+__all__ = [
+    "SMALLEST_NORM",
+    "Gradients",
+    "PartedGradients",
+    "may_trust_norm",
+    "no_gradient_error",
+    "share_memory",
+    "sharing_memory",
+    "times",
+]
 
 SMALLEST_NORM = 2.0**-40  # below it squares that float32 cannot hold may be more than a rounding of their sum
 
 _ROW = 2**14  # elements that are squared and added up in one go; their float32 sum is good to 2e-7
 _GRADIENT, _DEVICE, _DTYPE = attrgetter("grad"), attrgetter("device"), attrgetter("dtype")
 _IS_ON_HOST = attrgetter("is_cpu")
+_START, _SIZE = Tensor.data_ptr, attrgetter("nbytes")
 _HOST = torch.device("cpu")
 _WIDE = {torch.float32, torch.float64}  # norms of narrower ones are added up in float32
 _FLOAT32_ON_HOST = {(_HOST, torch.float32)}
@@ -123,9 +133,9 @@ class Gradients:
         self._apart = existing
         if self._sparse or any(map(is_not, map(type, existing), _TENSOR)):
             existing = [gradient for gradient in existing if _is_plain(gradient)]
-        if not (sharing := sharing_memory(existing)):
+        if not share_memory(existing):
             return
-        copied = {id(existing[index]) for index in sharing}
+        copied = {id(existing[index]) for index in sharing_memory(existing)}
         for parameter in self.parameters():
             if parameter.grad is not None and id(parameter.grad) in copied:
                 parameter.grad = parameter.grad.clone()
@@ -248,7 +258,8 @@ class Gradients:
             # of shards the memory: torch multiplies no DTensors of several meshes, or beside plain tensors, in one call
             existing = [one.to_local() if isinstance(one, DTensor) else one for one in existing]
         as_tensor = plain and self.kinds == _FLOAT32_ON_HOST
-        for part in _factors(factor) if existing else ():
+        parts = [factor] if _SMALLEST <= abs(factor) <= _LARGEST else _factors(factor)
+        for part in parts if existing else ():
             torch._foreach_mul_(existing, torch.from_numpy(np.asarray(part, dtype=np.float32)) if as_tensor else part)
 
     def name(self, parameter: nn.Parameter) -> str:
@@ -308,6 +319,31 @@ class PartedGradients(Gradients):
             part.note_kinds()
 
 
+def sharing_memory(tensors: Sequence[Tensor]) -> list[int]:
+    """The indices of dense tensors that would have to be copied, so that no two of `tensors` share a byte."""
+    if not share_memory(tensors):
+        return []
+    found, end = list[int](), 0
+    for start, index in sorted([(tensor.data_ptr(), index) for index, tensor in enumerate(tensors)]):
+        if start < end:
+            found.append(index)
+        else:
+            end = start + tensors[index].nbytes
+    return found
+
+
+def share_memory(tensors: Iterable[Tensor]) -> bool:
+    """Whether two of them share a byte. It is asked in each update, so no line of Python runs for each tensor."""
+    tensors = [*tensors]
+    if len(tensors) < 2:
+        return False
+    starts = [*map(_START, tensors)]
+    # Apart from each other, as many of them end before one begins as have begun before it.
+    ends = sorted(map(add, starts, map(_SIZE, tensors)))
+    starts.sort()
+    return any(map(gt, ends, starts[1:]))
+
+
 def times(gradient: Tensor, factor: float) -> Tensor:
     """Their product, also where float32, in which torch multiplies by a number, cannot hold the number."""
     for part in _factors(factor):
@@ -352,7 +388,7 @@ def _length(kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]]) -> floa
     for (device, dtype), gradients in kinds.items():
         wide = None if dtype in _WIDE or dtype.is_complex else torch.float32
         if is_on_host(device):
-            left, tables = _cut(gradients)
+            left, tables = (gradients, []) if max(map(Tensor.numel, gradients)) < _CUT else _cut(gradients)
             for table in tables:
                 on_host += torch.linalg.vector_norm(table, dim=1, dtype=wide).tolist()
             on_host += map(Tensor.item, torch._foreach_norm(left, 2.0, dtype=wide))
@@ -392,8 +428,6 @@ def _cut(gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     The rows of a table are read by as many threads as there are; `_foreach_norm` reads with one. As the rows are always the
     same, the sum is too, whatever the number of threads.
     """
-    if max(map(Tensor.numel, gradients)) < _CUT:
-        return gradients, []
     left, tables = [], []
     for gradient in gradients:
         part = gradient

@@ -60,18 +60,13 @@ class LearningRates:
             rates.append(rate if type(rate) is float else self._number(index, rate))
         return tuple(rates)
 
-    def check(self, rates: Sequence[float]) -> None:
-        """Sees to it that `rates`, which are those of the groups, are finite.
-
-        Raises:
-            LearningRateError: one of them is not.
-        """
-        for group, rate in enumerate(rates):
-            if not math.isfinite(rate):
-                if isinstance(self._optimizer, Optimizers):
-                    label, group = self._optimizer.place(group)
-                    raise LearningRateError(group, rate, label)
-                raise LearningRateError(group, rate)
+    def error(self, rates: Sequence[float]) -> LearningRateError:
+        """Why there can be no step with `rates`, which are those of the groups: one of them is not finite."""
+        group, rate = next((group, rate) for group, rate in enumerate(rates) if not math.isfinite(rate))
+        if isinstance(self._optimizer, Optimizers):
+            label, group = self._optimizer.place(group)
+            return LearningRateError(group, rate, label)
+        return LearningRateError(group, rate)
 
     def may_be_finite(self) -> bool:
         """Whether all rates are finite that the host knows. It does not wait for the device."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
-from operator import add, attrgetter, gt
 
 import torch
 from torch import Tensor
@@ -19,13 +17,10 @@ __all__ = [
     "is_lost",
     "own_memory",
     "pairs_with",
-    "share_memory",
-    "sharing_memory",
 ]
 
 _CHUNKS, _CHUNK_BYTES = 8, 128  # of a large block of memory
 _FEW_BYTES = 1024  # are read in full
-_start, _size = Tensor.data_ptr, attrgetter("nbytes")
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -35,31 +30,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
     as bytes.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def sharing_memory(tensors: Sequence[Tensor]) -> list[int]:
-    """The indices of dense tensors that would have to be copied, so that no two of `tensors` share a byte."""
-    if not share_memory(tensors):
-        return []
-    found, end = list[int](), 0
-    for start, index in sorted([(tensor.data_ptr(), index) for index, tensor in enumerate(tensors)]):
-        if start < end:
-            found.append(index)
-        else:
-            end = start + tensors[index].nbytes
-    return found
-
-
-def share_memory(tensors: Iterable[Tensor]) -> bool:
-    """Whether two of them share a byte. It is asked in each update, so no line of Python runs for each tensor."""
-    tensors = [*tensors]
-    if len(tensors) < 2:
-        return False
-    starts = [*map(_start, tensors)]
-    # Apart from each other, as many of them end before one begins as have begun before it.
-    ends = sorted(map(add, starts, map(_size, tensors)))
-    starts.sort()
-    return any(map(gt, ends, starts[1:]))
 
 
 def own_memory(tensor: Tensor) -> Tensor:

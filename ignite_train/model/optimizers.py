@@ -127,8 +127,10 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     Where it has a form of its own, and parameters for the keys of a mapping, their numbers are the keys.
     """
     state = optimizer.state_dict()
-    numbers = {parameter: (_PARAMETER, number) for number, parameter in enumerate(_parameters_of(optimizer))}
-    return _with_other_keys(state, numbers) if has_own_form(state) else state
+    if has_own_form(state):
+        numbers = {parameter: (_PARAMETER, number) for number, parameter in enumerate(_parameters_of(optimizer))}
+        state = _with_other_keys(state, numbers)
+    return state
 
 
 def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:

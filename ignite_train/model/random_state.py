@@ -107,6 +107,12 @@ class RandomState:
         alike = map(_are_alike, map(get_generator_state, self._generators), self._states)
         return [*compress(self._generators, map(not_, alike))]
 
+    def moved_since(self, earlier: RandomState) -> list[Generator]:
+        """Those of `generators` that both hold, and that have been drawn from between the two."""
+        before = {id(generator): state for generator, state in zip(earlier._generators, earlier._states, strict=True)}
+        now = zip(self._generators[1:], self._states[1:], strict=True)  # torch's own is always held
+        return [one for one, state in now if id(one) in before and not _are_alike(state, before[id(one)])]
+
 
 def capture_random_state(*, accelerators: bool = True) -> dict[str, Any]:
     """The state of each default generator of this process, in plain types."""

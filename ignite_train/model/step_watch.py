@@ -135,7 +135,10 @@ class _Watched:
         if not (self._tells and self._are_parameters_known()):
             self._find_parameters()
         self._tensors = tensors = self._look()
-        self._versions = _versions(tensors)
+        try:
+            self._versions = [*map(_VERSION, tensors)]
+        except RuntimeError:  # one was made in inference mode
+            self._versions = _versions(tensors)
         if not self._tells:
             hooks = bool(optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
             # Moments come into being in the first step, so the second one is the first whose versions tell something.
@@ -217,12 +220,15 @@ class _Watched:
         tensors: list[Tensor] = []
         for optimizer, parameters in zip(self._all, self._seen, strict=True):
             tensors += parameters
-            if not (states := optimizer.state):
-                continue
-            for parameter in parameters:
+            states = optimizer.state
+            for parameter in parameters if states else ():
                 entries = states.get(parameter)
-                if entries and (type(entries) is dict or isinstance(entries, Mapping)):  # the one is told faster
-                    tensors += [entry for entry in entries.values() if isinstance(entry, Tensor)]
+                if not entries or not (type(entries) is dict or isinstance(entries, Mapping)):  # the one is told faster
+                    continue
+                # A comprehension would be a call of its own before Python 3.12.
+                for entry in entries.values():
+                    if isinstance(entry, Tensor):
+                        tensors.append(entry)
         return tensors
 
     @torch.no_grad()

@@ -30,10 +30,12 @@ class Crossing:
         may_drop_micro_batches: whether a rank may drop a micro-batch on its own, since no collective is issued before all of
             its backwards are done.
         forward_is_local: whether a rank can run `module` on its own: its forward has no collective.
+        learns_outcome: whether `close` has something to do.
         data_ranks: over which ranks samples differ.
     """
 
     averaged_over = 1
+    learns_outcome = False
     may_drop_micro_batches = True
     forward_is_local = True
 
@@ -81,7 +83,7 @@ class Crossing:
         return norm if may_trust_norm(norm) else gradients.scaled_norm()
 
     def close(self, *, applied: bool) -> None:
-        """After the update: whether it was applied, which is the same on all ranks."""
+        """After the update, where `learns_outcome`: whether it was applied, which is the same on all ranks."""
 
 
 class AloneCrossing(Crossing):

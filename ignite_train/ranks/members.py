@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import socket
+import stat
 import threading
 import time
 import uuid
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import torch
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
+from ignite_train.arguments import real_number
 from ignite_train.errors import FellBehindError, MembersChangedError, NoQuorumError
 
 __all__ = ["LIGHTHOUSE", "Members", "check_elastic", "require_torchft"]
@@ -77,6 +79,8 @@ class Members:
     furthest have continue. Another member that has taken part in the run before has missed an update, and ends with a
     `FellBehindError`; started again it joins as a new one.
 
+    A process has one run of elastic replicas at a time.
+
     Args:
         lighthouse: its address.
 
@@ -84,22 +88,28 @@ class Members:
         rank, size: the number of this member among them, and how many they are.
         names: the names of all members, by rank.
         num_changes: how often an update of this process was made again.
+        is_stopped: whether this process has come after the others were asked to stop, and have made their last update.
     """
+
+    _in_run: ClassVar[Members | None] = None  # in this process
 
     def __init__(self, lighthouse: str) -> None:
         self._lighthouse = lighthouse
-        self.rank, self.size, self.num_changes = 0, 1, 0
+        self.rank, self.size, self.num_changes, self.is_stopped = 0, 1, 0, False
         self.names: tuple[str, ...] = ("",)
-        self._hang = timedelta(seconds=float(os.environ.get(_HANG, "60")))
-        self._patience = float(os.environ.get(_PATIENCE, "600"))
+        self._hang = timedelta(seconds=_seconds(_HANG, "60"))
+        self._patience = _seconds(_PATIENCE, "600")
+        self._waits_since: float | None = None  # for an answer that has not come
+        self._has_warned = False  # that there is none
         self._group: Any = None
         self._key = ""  # of the process group; empty where there is none that works
         self._history = ""
-        self._is_new = True
+        self._is_new, self._has_parted, self._stops = True, False, False
         self._question: _Question | None = None
         self._quorum: Any = None  # an answer that names other members, which are to form a group
         self._is_settled = False  # whether the members of the update to come are known already
         self._identity = ""
+        self._sockets: dict[int, int] = {}  # what belongs to this process only: the numbers of files, with their inodes
 
     # --- a run
 
@@ -113,18 +123,30 @@ class Members:
 
         Raises:
             NoQuorumError: the lighthouse cannot be reached, or gives no answer in time.
+            RuntimeError: another trainer of this process is in a run of elastic replicas.
         """
+        if Members._in_run is not None:
+            raise RuntimeError("a process can have one run with reduction='elastic' at a time, got a second; run them in turn")
+        Members._in_run = self
+        if self._has_parted and _ENDED in os.environ:  # the script goes on with another run
+            Path(os.environ[_ENDED]).unlink(missing_ok=True)
+        self.is_stopped = self._stops = False
         self._is_new, self._history, self._capture, self._restore = True, "", capture, restore
         self._connect()
         self.renew(step)
 
-    def part(self, step: Callable[[], int]) -> None:
+    def part(self, step: Callable[[], int], *, stopped: bool) -> None:
         """Where the run has ended: waits until all members have, and gives those that come now the last state. Collective.
+
+        Args:
+            step: gives how many updates this process has counted.
+            stopped: whether the run was asked to stop, which those that come now must know.
 
         Raises:
             FellBehindError: the others have counted an update that this one has not.
             NoQuorumError: there was no answer in time.
         """
+        self._stops = stopped
         while True:
             try:
                 self.ask(step())
@@ -133,11 +155,14 @@ class Members:
                 self.renew(step)
             else:
                 break
+        self._has_parted = True
         if (path := os.environ.get(_ENDED)) is not None:
             Path(path).touch()
 
     def leave(self) -> None:
         """Ends being a member; the others notice it at once."""
+        if Members._in_run is self:
+            Members._in_run = None
         self._drop()
         self._question = self._quorum = None
         if self._identity:
@@ -149,7 +174,9 @@ class Members:
         from torchft.coordination import LighthouseClient, ManagerServer
 
         host = os.environ.get(_HOST) or _own_host(self._lighthouse)
+        before = _open_sockets()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._sockets = _since(before)
         self._store_address = f"{host}:{self._store.port}"
         identity = f"{os.environ.get(_REPLICA, socket.gethostname())}:{uuid.uuid4().hex}"
         try:
@@ -179,7 +206,7 @@ class Members:
         if self._is_settled:
             self._is_settled = False
         else:
-            self._question = _Question(lambda: self._ask(step))
+            self._question = _Question(lambda: self._ask(step, self._patience))
 
     def confirm(self) -> None:
         """Waits for the answer.
@@ -191,6 +218,8 @@ class Members:
             return
         question, self._question = self._question, None
         quorum = question.answer()
+        if quorum is None:
+            self._waits_since = question.begun
         if quorum is None or not self._names_same(quorum):
             self._quorum = quorum
             raise MembersChangedError("other replicas take part in this update than in the one before")
@@ -244,10 +273,11 @@ class Members:
             FellBehindError: the others have counted an update that this one has not.
             NoQuorumError: there was no answer in time.
         """
-        deadline = time.monotonic() + self._patience
-        quorum, self._quorum, self._question = self._quorum, None, None
+        now = time.monotonic()
+        deadline = self._patience + (now if self._waits_since is None else self._waits_since)
+        quorum, self._quorum, self._question, self._waits_since = self._quorum, None, None, None
         while True:
-            quorum = quorum or self._ask(step())
+            quorum = quorum or self._ask(step(), max(1.0, deadline - time.monotonic()))
             if quorum is not None:
                 with suppress(MembersChangedError):
                     self._form(quorum.participants, step())
@@ -260,28 +290,36 @@ class Members:
                     f"runs and how many replicas it waits for, or raise {_PATIENCE}"
                 )
 
-    def _ask(self, step: int) -> Any:
-        """The lighthouse's answer; None if there was none."""
-        data = {"key": self._key, "history": self._history, "is_new": self._is_new, "nonce": uuid.uuid4().hex}
+    def _ask(self, step: int, seconds: float) -> Any:
+        """The lighthouse's answer; None if there was none in so many seconds."""
+        own = {"key": self._key, "history": self._history, "is_new": self._is_new}
+        own |= {"has_parted": self._has_parted, "stops": self._stops}
         try:
-            return self._client.quorum(
+            answer = self._client.quorum(
                 replica_id=self._identity,
-                timeout=timedelta(seconds=self._patience),
+                timeout=timedelta(seconds=seconds),
                 address=self._heart.address(),
                 store_address=self._store_address,
                 step=step,
                 world_size=1,
                 shrink_only=False,
-                data=data,
+                data=own | {"nonce": uuid.uuid4().hex},
             )
         except (RuntimeError, TimeoutError) as error:
-            _logger.warning(f"the lighthouse at {self._lighthouse} gives no answer: {_one_line(error)}; it is asked again")
+            if not self._has_warned:  # once, and not five times a second
+                self._has_warned = True
+                _logger.warning(
+                    f"the lighthouse at {self._lighthouse} gives no answer: {_one_line(error)}; it is asked again "
+                    f"until it does, for {self._patience:g} s at most"
+                )
             time.sleep(_RETRY_SECONDS)
             with suppress(RuntimeError, TimeoutError):
                 from torchft.coordination import LighthouseClient
 
                 self._client = LighthouseClient(self._lighthouse, connect_timeout=_CONNECT)
             return None
+        self._has_warned = False
+        return answer
 
     def _names_same(self, quorum: Any) -> bool:
         keys = {participant.data["key"] for participant in quorum.participants}
@@ -294,7 +332,7 @@ class Members:
         ranks = {participant.replica_id: rank for rank, participant in enumerate(participants)}
         rank, source = ranks[self._identity], _newest(participants)
         mine, newest = participants[rank], participants[source]
-        if all(one.data["is_new"] for one in participants) and _has_ended():
+        if all(one.data["is_new"] and not one.data["has_parted"] for one in participants) and _has_ended():
             raise NoQuorumError("the run has ended while this replica was starting; there is nothing left to do")
         behind = [one for one in participants if not one.data["is_new"] and _place(one) != _place(newest)]
         if mine in behind:
@@ -308,13 +346,16 @@ class Members:
         self._drop()
         key = _digest(*(f"{one.replica_id}/{one.data['nonce']}" for one in participants))
         self._group = ProcessGroupGloo(timeout=_REBUILD)
+        sockets = _open_sockets()
         with _LosingMembers(self):
             self._group.configure(f"{newest.store_address}/{key}", self._identity, rank, len(participants))
+        self._sockets |= _since(sockets)
         arrivals = [number for number, one in enumerate(participants) if one.data["is_new"] and number != source]
         if rank == source:
             self._send_state(arrivals)
         elif rank in arrivals:
             self._receive_state(source)
+        self.is_stopped = self._is_new and any(one.data["stops"] for one in participants)
         self._is_new = False
         self.names, before = tuple(_name(one.replica_id) for one in participants), self.names
         self.rank, self.size, self._key = rank, len(participants), key
@@ -350,6 +391,23 @@ class Members:
             for name in names if self.rank == 0 else ():
                 _logger.warning(f"replica {name} {what}: update {update} is made by {self.size} replicas")
 
+    def close_copies(self) -> None:
+        """In a process that was forked from a member, as a worker of a loader is: closes the copies of its connections.
+
+        The others would not notice that the member has died, as long as the worker holds them open.
+        """
+        for number, inode in self._sockets.items():
+            with suppress(OSError):
+                if os.fstat(number).st_ino == inode:
+                    os.close(number)
+
+    @staticmethod
+    def after_fork() -> None:
+        """Of any process that is forked from this one."""
+        if Members._in_run is not None:
+            Members._in_run.close_copies()
+            Members._in_run = None
+
     def lose(self) -> None:
         """Gives the process group up, so that the members that wait for this one notice it at once."""
         self._drop()
@@ -376,11 +434,15 @@ class _LosingMembers:
 
 
 class _Question(threading.Thread):
-    """A question that is under way. The thread ends with its process."""
+    """A question that is under way. The thread ends with its process.
+
+    Attributes:
+        begun: when it was asked.
+    """
 
     def __init__(self, ask: Callable[[], Any]) -> None:
         super().__init__(name="Members", daemon=True)
-        self._ask, self._answer = ask, None
+        self._ask, self._answer, self.begun = ask, None, time.monotonic()
         self.start()
 
     def run(self) -> None:
@@ -391,6 +453,35 @@ class _Question(threading.Thread):
         """Waits for the answer; None if there was none."""
         self.join()
         return self._answer
+
+
+def _seconds(name: str, default: str) -> float:
+    """The number in an environment variable.
+
+    Raises:
+        ValueError: it is none, or not above 0.
+    """
+    text = os.environ.get(name, default)
+    try:
+        return real_number(name, float(text), above=0)
+    except ValueError:
+        raise ValueError(f"{name} in the environment must be a number of seconds above 0, got {text!r}") from None
+
+
+def _open_sockets() -> dict[int, int]:
+    """The numbers of the sockets that are open in this process, with their inodes; none where that cannot be seen."""
+    found, files = dict[int, int](), Path("/dev/fd")
+    for file in files.iterdir() if files.is_dir() else ():
+        with suppress(OSError):
+            status = os.fstat(int(file.name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[int(file.name)] = status.st_ino
+    return found
+
+
+def _since(before: dict[int, int]) -> dict[int, int]:
+    """Those that were opened since then."""
+    return {number: inode for number, inode in _open_sockets().items() if before.get(number) != inode}
 
 
 def _has_ended() -> bool:
@@ -434,3 +525,6 @@ def _from_bytes(content: Tensor) -> Any:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
+
+
+os.register_at_fork(after_in_child=Members.after_fork)

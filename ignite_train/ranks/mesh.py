@@ -47,6 +47,7 @@ class MeshCrossing(Crossing):
 
     may_drop_micro_batches = False
     forward_is_local = False
+    learns_outcome = True
 
     def __init__(self, model: nn.Module, placeholders: Placeholders, data_ranks: DataRanks) -> None:
         super().__init__(model)

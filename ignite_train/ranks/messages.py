@@ -32,6 +32,10 @@ class RankRequests:
     interrupt: bool = False
     changes_gradients: bool = False
 
+    def begin(self, *, stop_epoch: bool = False) -> None:
+        """Asks for nothing else in a run that begins; whether gradients are changed depends on the handlers alone."""
+        self.stop, self.stop_epoch, self.more_data, self.interrupt = False, stop_epoch, 1, False
+
 
 class Piggyback(Protocol):
     """A few numbers of this rank that travel with the next update's statistics and come back summed over the ranks.

@@ -128,6 +128,7 @@ class PlaceholderCrossing(Crossing):
 
     may_drop_micro_batches = False
     forward_is_local = False
+    learns_outcome = True
 
     def __init__(self, crossing: Crossing, placeholders: Placeholders) -> None:
         super().__init__(crossing.module)

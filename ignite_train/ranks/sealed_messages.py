@@ -1,4 +1,4 @@
-"""What ranks leave for one another in the store at which they met: records that no stranger can write."""
+"""Records that ranks leave for one another in the store at which they met, and that no stranger can write."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class SealedMessages:
 
     torch's store has no password: a process that reaches its port can read and write all of it. So each record
     carries a code that is made of its name, its content and a secret (HMAC-SHA256). Rank 0 draws the secret and the others
-    get it through a collective; it never lies in the store. A record with a wrong code counts as absent, and so does one that
-    cannot be read at all, one that was copied to another name, and an older one that was written back. Deleting
-    records, or writing over them, can still keep the ranks from hearing of one another.
+    get it through a collective; it never lies in the store. A record with a wrong code counts as absent, and so does a record
+    that cannot be read at all, that was copied to another name, or that is older and was written back. Deleting records, or
+    writing over them, can still keep the ranks from hearing of one another.
 
     For a thread that must not wait for what others ask the store. What an earlier attempt of the job left there is not seen:
     torchrun gives restarted ranks the store of those that failed.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ignite_train.arguments import describe, path_of, positive_int
-from ignite_train.checkpoint.found import find
+from ignite_train.checkpoint.read_checkpoint import find
 from ignite_train.errors import CheckpointError
 from ignite_train.tools.inspection import verify
 from ignite_train.tools.load_weights import read_weights
@@ -30,13 +30,13 @@ def average_checkpoints(
 
     The sum is taken in float64 and rounded once, to the dtype of the tensor; fairseq adds in float32, with a rounding at each
     addition, and divides integer buffers too. Here integers, such as the counter of BatchNorm, and values other than tensors
-    are those of the checkpoint that comes last. One checkpoint at a time is in memory, and the sum in float64. No collective:
-    on several ranks one of them may call it alone.
+    are taken from the last checkpoint. One checkpoint at a time is in memory, and the sum in float64. No collective:
+    on several ranks a single rank may call it.
 
     Args:
         paths: checkpoints, or files of `consolidate` or `torch.save(model.state_dict(), ...)`, in their order; with `last`, the
             directory of a run.
-        output: a file to write it to, which `load_weights` and `torch.load` read; None writes none. Replaces one of that name.
+        output: a file to write it to, which `load_weights` and `torch.load` read, and which replaces an earlier one.
         last: the newest so many checkpoints of the directory, one for each update. Have `Checkpoint(keep=...)` keep as many.
         entry: as for `consolidate`: the object in the checkpoints that is averaged.
 
@@ -49,7 +49,7 @@ def average_checkpoints(
         CheckpointError: there are fewer than `last` checkpoints, or they are not of one model.
         DamagedCheckpointError: something that was needed is not what was written; with `last`, the manifest of any checkpoint.
         CheckpointFormatError: with `last`, one of the checkpoints has a newer format.
-        UnreadableCheckpointError: with `last`, the disk gave an error for one of them.
+        UnreadableCheckpointError: with `last`, the disk gave an error for some checkpoint.
 
     Example:
         >>> import tempfile
@@ -123,7 +123,7 @@ def _check(state: Mapping[str, Any], newest: Mapping[str, Any], path: Path, last
 
 
 def _kind(value: Any) -> Any:
-    """What two values must have in common to be averaged."""
+    """The shape and the dtype of a tensor, which two values must share to be averaged."""
     return (value.shape, value.dtype) if isinstance(value, Tensor) else None
 
 

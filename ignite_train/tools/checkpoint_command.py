@@ -24,11 +24,11 @@ import torch
 
 from ignite_train.checkpoint.directory import CheckpointDirectory
 from ignite_train.checkpoint.disk import Disk
-from ignite_train.checkpoint.found import find
+from ignite_train.checkpoint.read_checkpoint import Found, best, find
 from ignite_train.errors import CheckpointError
 from ignite_train.tools.consolidate import consolidate
 from ignite_train.tools.distributed_checkpoint import is_distributed_checkpoint
-from ignite_train.tools.inspection import best_path, chosen_checkpoint, damage_of
+from ignite_train.tools.inspection import chosen_checkpoint, damage_of
 from ignite_train.tools.write_weights import MAX_SHARD_BYTES, Format
 
 __all__ = ["checkpoint_command"]
@@ -80,7 +80,7 @@ def _list(directory: Path, *, thoroughly: bool) -> int:
                 *notes,
             ]
             notes += [] if manifest.score is None else [f"score {manifest.score:g}"]
-        notes += ["best"] if entry.path == marked else []
+        notes += ["best"] if marked is not None and entry.path == marked.path else []
         notes += ["latest"] if entry is found[-1] and not (damage or entry.unreadable) else []
         print(f"{entry.path.absolute().name}  {', '.join(note for note in notes if note)}")  # noqa: T201
     for name in CheckpointDirectory(directory, Disk()).set_aside_before():
@@ -91,10 +91,10 @@ def _list(directory: Path, *, thoroughly: bool) -> int:
     return status
 
 
-def _known_best(directory: Path) -> Path | None:
+def _known_best(directory: Path) -> Found | None:
     """The checkpoint that is marked as the best; None if that is not known."""
     try:
-        return best_path(directory)
+        return best(directory)
     except CheckpointError:
         return None
 

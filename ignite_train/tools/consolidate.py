@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ignite_train.arguments import did_you_mean, path_of, positive_int
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import HANDLERS
 from ignite_train.errors import CheckpointError
 from ignite_train.tools.distributed_checkpoint import is_distributed_checkpoint, read_distributed_checkpoint
-from ignite_train.tools.evaluated_weights import evaluated_weights
 from ignite_train.tools.inspection import chosen_checkpoint
 from ignite_train.tools.write_weights import MAX_SHARD_BYTES, Format, write_weights
 
@@ -30,7 +33,7 @@ def consolidate(
 ) -> Format:
     """Writes the model of a checkpoint, assembled from its shards, as one plain state_dict.
 
-    A file appears whole or not at all, and replaces one of that name.
+    A file appears whole or not at all, and replaces a file of that name.
 
     Args:
         path: the checkpoint, or a directory of them, of which the newest whole one counts; or a directory that
@@ -68,7 +71,7 @@ def consolidate(
     else:
         with CheckpointReader(chosen_checkpoint(path, best=best)) as stored:
             state = read_entry(stored, entry)
-            state = evaluated_weights(stored, state) if evaluated else state
+            state = _evaluated_weights(stored, state) if evaluated else state
             if trained_only:
                 frozen = {*stored.read("description")["frozen"]}
                 state = {name: value for name, value in state.items() if name not in frozen}
@@ -76,7 +79,7 @@ def consolidate(
 
 
 def read_entry(stored: CheckpointReader, entry: str) -> Any:
-    """The state of an object; of one that holds a model, that of the model.
+    """The state of an object; if the object holds a model, the state of that model.
 
     Raises:
         CheckpointError: the checkpoint has no such object.
@@ -89,3 +92,46 @@ def read_entry(stored: CheckpointReader, entry: str) -> Any:
         )
     state = stored.read(name)
     return state["model"] if isinstance(state, dict) and isinstance(state.get("model"), dict) else state
+
+
+def _evaluated_weights(stored: CheckpointReader, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's state at the point where schedule-free optimizers are evaluated.
+
+    They hold y = (1 - beta) z + beta x in the model while they train, and z in their state; x is what counts (Defazio et al.,
+    The Road Less Scheduled, arXiv:2405.15682). It is computed as their `eval()` does: y + (1 - 1 / beta) (z - y).
+
+    Args:
+        stored: the checkpoint.
+        state: its model's.
+
+    Raises:
+        CheckpointError: no optimizer in the checkpoint is schedule-free.
+    """
+    found, changed = False, dict(state)
+    for name, described in stored.read("description")["optimizers"].items():
+        optimizer = stored.read(name)
+        if not isinstance(optimizer, dict) or not any("z" in one for one in optimizer.get("state", {}).values()):
+            continue
+        found = True
+        for group, names in zip(optimizer["param_groups"], described["names"], strict=True):
+            if group.get("train_mode") is False:
+                continue
+            weight = 1 - 1 / _beta(name, group)
+            for index, of in zip(group["params"], names, strict=True):
+                z = optimizer["state"].get(index, {}).get("z")
+                if isinstance(z, Tensor) and of in state:
+                    point = torch.lerp(state[of], z.to(state[of].dtype), weight)
+                    changed |= {other: point for other, value in state.items() if value is state[of]}
+    if not found:
+        raise CheckpointError(
+            f"evaluated=True needs a schedule-free optimizer, and {stored.path} has none whose state has z; the weights of an "
+            "average are an entry, such as entry='ModelEMA'"
+        )
+    return changed
+
+
+def _beta(name: str, group: Mapping[str, Any]) -> float:
+    beta = group["betas"][0] if "betas" in group else group.get("momentum")
+    if not isinstance(beta, (int, float)) or not 0 < beta <= 1:
+        raise CheckpointError(f"{name} must have betas or a momentum in its groups, got {sorted(map(str, group))}")
+    return float(beta)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from ignite_train.arguments import positive_int
+from ignite_train.arguments import positive_int, real_number
 from ignite_train.ranks.members import LIGHTHOUSE, require_torchft
 
 __all__ = ["ElasticLauncher", "main"]
@@ -38,27 +38,30 @@ class _Replica:
         process: the one that runs, or has ended last.
         begun: when it was started, in seconds of the monotonic clock.
         at_once: how many in a row have ended soon after they were started.
+        stopped: since when the process has been stopped, as by SIGSTOP, on the same clock; None while it runs.
     """
 
     process: subprocess.Popen[bytes]
     begun: float
     at_once: int = 0
+    stopped: float | None = None
 
 
 class ElasticLauncher:
     """A lighthouse on this machine, which listens on loopback only, and replicas of one script.
 
-    A replica that ends with an error, or is killed, is started again and joins the others. When one has made the last update,
-    or has ended without an error, the run is over: none is started again, and the others are given a minute to end. SIGINT and
-    SIGTERM are passed on to all of them, and none is started again.
+    A replica that ends with an error, or is killed, is started again and joins the others. One that was stopped, as by SIGSTOP,
+    for `hang_seconds` is killed (where Python can see it: not on macOS before Python 3.13). When the last update is made, none
+    is started again, unless the script begins another run; when one has ended without an error, the others have a minute to
+    end. SIGINT and SIGTERM are passed on to all of them, and none is started again.
 
     Args:
         command: what each replica runs, such as `[sys.executable, "train.py"]`.
         num_replicas: how many.
         min_replicas: with fewer the run waits.
         heartbeat_ms: a replica that was not heard of for so long is lost.
-        join_ms: how long replicas that ask for an update wait for one that lives and does not, before they continue without it.
-            Longer than any replica alone may take between two updates.
+        join_ms: how long replicas that ask for an update wait for a live replica that does not ask, before they continue
+            without it. Longer than any replica alone may take between two updates.
         hang_seconds: how long a replica may keep the others waiting in an update before it is taken for lost.
 
     Attributes:
@@ -84,9 +87,12 @@ class ElasticLauncher:
         from torchft.coordination import LighthouseServer
 
         self._command, self._num = list(command), positive_int("replicas", num_replicas)
+        self._hang_seconds = real_number("hang_seconds", hang_seconds, above=0)
+        if positive_int("min_replicas", min_replicas) > num_replicas:
+            raise ValueError(f"min_replicas must be at most replicas={num_replicas}, got {min_replicas}: the run would wait")
         self._lighthouse = LighthouseServer(
             bind="127.0.0.1:0",
-            min_replicas=positive_int("min_replicas", min_replicas),
+            min_replicas=min_replicas,
             join_timeout_ms=positive_int("join_ms", join_ms),
             quorum_tick_ms=20,
             heartbeat_timeout_ms=positive_int("heartbeat_ms", heartbeat_ms),
@@ -127,11 +133,14 @@ class ElasticLauncher:
     def look(self) -> bool:
         """Looks at each replica once, and starts again what has died. Gives whether all have ended for good."""
         codes = {number: replica.process.poll() for number, replica in self.replicas.items()}
-        if self._stops_at is None and (0 in codes.values() or self._ended.exists()):
+        is_over = self._ended.exists()  # the run, and perhaps not yet what the script does after it
+        if self._stops_at is None and 0 in codes.values():
             self._stops_at = time.monotonic() + _GRACE_SECONDS
         for number, code in codes.items():
-            if code not in (None, 0) and self._stops_at is None:
+            if code not in (None, 0) and self._stops_at is None and not is_over:
                 self._start_again(number, code)
+            elif code is None:
+                self._look_whether_stopped(number)
         if self._stops_at is not None and time.monotonic() > self._stops_at:
             self.send(signal.SIGKILL)
         return all(replica.process.poll() is not None for replica in self.replicas.values())
@@ -151,6 +160,16 @@ class ElasticLauncher:
         environment = {**self._environment, "IGNITE_TRAIN_REPLICA": str(number)}
         return _Replica(subprocess.Popen(self._command, env=environment), time.monotonic())  # noqa: S603  # the user's command
 
+    def _look_whether_stopped(self, number: int) -> None:
+        replica, now = self.replicas[number], time.monotonic()
+        if not _is_stopped(replica.process):
+            replica.stopped = None
+        elif replica.stopped is None:
+            replica.stopped = now
+        elif now - replica.stopped > self._hang_seconds:
+            _logger.warning(f"replica {number} has been stopped for {self._hang_seconds:g} s and is killed")
+            replica.process.kill()
+
     def _start_again(self, number: int, code: int | None) -> None:
         before = self.replicas[number]
         soon = time.monotonic() - before.begun < _AT_ONCE_SECONDS and (code or 0) > 0  # and not by a signal
@@ -163,6 +182,16 @@ class ElasticLauncher:
         self.num_restarts += 1
         self.replicas[number] = self._start(number)
         self.replicas[number].at_once = at_once
+
+
+def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a signal has suspended the process. Does not take its exit status from `Popen`."""
+    if not hasattr(os, "waitid"):
+        return False
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -179,6 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     given: Any = parser.parse_args(arguments)
     try:
+        if not Path(given.script).is_file():
+            raise ValueError(f"script must be a file, got {given.script!r}; name the script that trains, behind the options")
         launcher = ElasticLauncher(
             [sys.executable, given.script, *given.arguments],
             given.replicas,

@@ -1,16 +1,17 @@
-"""Looks at checkpoints without a run: whether each byte is what was written, and which is the newest that is whole."""
+"""Looks at checkpoints without a run: verifies each byte, and finds the newest whole checkpoint."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from ignite_train.arguments import path_of
-from ignite_train.checkpoint.found import Found, best, find
 from ignite_train.checkpoint.manifest import MANIFEST
+from ignite_train.checkpoint.read_checkpoint import Found, find
+from ignite_train.checkpoint.read_checkpoint import best as best_of
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.errors import CheckpointError, DamagedCheckpointError
 
-__all__ = ["best_path", "chosen_checkpoint", "damage_of", "latest", "verify"]
+__all__ = ["chosen_checkpoint", "damage_of", "latest", "verify"]
 
 
 def verify(path: str | Path) -> None:
@@ -43,7 +44,7 @@ def latest(directory: str | Path) -> Path | None:
 
 
 def chosen_checkpoint(path: str | Path, *, best: bool = False) -> Path:
-    """One checkpoint: `path` itself if it is one; of a directory of them the newest whole one, or the one with the best score.
+    """The checkpoint `path`; or in a directory of checkpoints the newest whole one, or the one with the best score.
 
     Raises:
         CheckpointError: `path` holds no whole checkpoint, or none with a score.
@@ -51,24 +52,15 @@ def chosen_checkpoint(path: str | Path, *, best: bool = False) -> Path:
     path = path_of("path", path)
     if (path / MANIFEST).exists() and not best:
         return path
-    found = best_path(path) if best else latest(path)
+    scored = best_of(path) if best else None
+    found = scored.path if scored else None if best else latest(path)
     if found is None:
         raise CheckpointError(f"{path} has no {'checkpoint with a score' if best else 'whole checkpoint'}")
     return found
 
 
-def best_path(directory: Path) -> Path | None:
-    """The checkpoint in `directory` with the best score; None if none has one.
-
-    Raises:
-        CheckpointError: see `best`.
-    """
-    found = best(directory)
-    return None if found is None else found.path
-
-
 def damage_of(found: Found) -> str:
-    """What is wrong with a checkpoint, every byte of which is read; empty if it is whole.
+    """The damage of a checkpoint, every byte of which is read; empty if it is whole.
 
     Raises:
         UnreadableCheckpointError, CheckpointFormatError: it cannot be read.

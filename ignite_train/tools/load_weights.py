@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ignite_train.arguments import describe, path_of
 from ignite_train.checkpoint.fits import check_tied, tied_names
-from ignite_train.checkpoint.manifest import MANIFEST
+from ignite_train.checkpoint.manifest import MANIFEST, is_frozen_name
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import SavedModule
 from ignite_train.errors import CheckpointError
+from ignite_train.model.averaged_tensors import plain_name
 from ignite_train.ranks.wrapping import unwrap
 from ignite_train.tools.consolidate import read_entry
 from ignite_train.tools.distributed_checkpoint import is_distributed_checkpoint, read_distributed_checkpoint
@@ -46,8 +47,8 @@ def load_weights(
             Or a directory of `torch.distributed.checkpoint`.
         entry: as for `consolidate`: `"ModelEMA"` loads the average. Only for a directory.
         best: the checkpoint with the best score, of the directory of a run.
-        strict: False leaves alone what the model does not have, and what is missing or has another shape in the file: for a
-            model with another last layer.
+        strict: False leaves out weights that only the file or only the model has, or that differ in shape: for a model with
+            another last layer.
 
     Returns:
         The names of the model's parameters and buffers that were not loaded; empty if `strict`.
@@ -112,7 +113,8 @@ def _hub_file(path: Path) -> Path | None:
     """
     if not path.is_dir() or (path / MANIFEST).exists():
         return None
-    found = next((sorted(some) for pattern in _HUB_FILES if (some := [*path.glob(pattern)])), [])
+    files = [one for one in sorted(path.iterdir()) if not is_frozen_name(one.name)]  # those lie beside checkpoints
+    found = next((some for pattern in _HUB_FILES if (some := [one for one in files if one.match(pattern)])), [])
     if len(found) > 1:
         raise CheckpointError(f"{path} has weights in {[one.name for one in found]}; pass the file that is to be loaded")
     return found[0] if found else None
@@ -139,7 +141,7 @@ def _read_file(path: Path, entry: str, *, best: bool) -> dict[str, Any]:
 
 
 def _read_shards(path: Path) -> dict[str, Any]:
-    """What an index names, from the files beside it."""
+    """The tensors that an index names, from the files beside it."""
     try:
         files: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         shards = {file: path.parent / file for file in files.values()}
@@ -173,7 +175,7 @@ def _has_names(state: Any) -> bool:
 
 def _plain_names(state: Iterable[str]) -> dict[str, str]:
     """The names in a state without what wrappers around the whole model, or parts of it, have added; by the names with it."""
-    names = {name: name.replace("_orig_mod.", "") for name in state}
+    names = {name: plain_name(name) for name in state}
     while names and all(name.startswith(_WRAPPER) for name in names.values()):
         names = {name: plain.removeprefix(_WRAPPER) for name, plain in names.items()}
     return names

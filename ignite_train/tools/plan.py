@@ -56,7 +56,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be expected of a `Run`; `print` shows it.
+    """The forecast of a `Run`; `print` shows it.
 
     Attributes:
         update: seconds of an update.
@@ -114,7 +114,7 @@ def expected_seconds(work: float, interval: float, *, save: float, restart: floa
 
 
 def plan(run: Run) -> Plan:
-    """Says what is to be expected of a run, and how often to save it.
+    """Forecasts a run, and says how often to save it.
 
     Example:
         >>> print(plan(Run(updates=100_000, compute=8.0, ranks=64, gradients=5e9, bandwidth=20e9, mtbf=2000)))

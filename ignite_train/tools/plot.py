@@ -19,7 +19,7 @@ Curve = tuple[list[int], list[float]]
 
 
 class _Panel(NamedTuple):
-    """One of the plots: its title, how its metrics are called, and whether its axis is logarithmic."""
+    """A plot: its title, the names of its metrics, and whether its axis is logarithmic."""
 
     title: str
     names: tuple[str, ...]
@@ -44,7 +44,7 @@ def read_curves(run: str | Path) -> dict[str, Curve]:
         A curve for each metric, by its grouped name. A last line that is not whole, because it is being written, is left out.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         ValueError: the directory has several, or a line is not one of `JsonLines`.
     """
     path = _log_of(path_of("run", run))
@@ -78,7 +78,7 @@ def plot_runs(runs: Mapping[str, Mapping[str, Curve]], output: str | Path, metri
         The titles of the panels, which are those for which there is a curve.
 
     Raises:
-        ValueError: there is no curve to draw, or the format is unknown.
+        ValueError: no run has a curve to draw, or the format is unknown.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

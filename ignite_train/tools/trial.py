@@ -8,14 +8,11 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import chain, cycle, islice
 from time import perf_counter
 from typing import Any
 
-import ignite.distributed as idist
 import torch
-from ignite.distributed.comp_models.base import _SerialModel
 from ignite.engine import Events
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -24,6 +21,7 @@ from ignite_train.arguments import describe
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.engine.dispatch import Stateful
 from ignite_train.ranks import collectives
+from ignite_train.ranks.computation_model import computation_model
 from ignite_train.tools.tuned import Settings
 from ignite_train.trainer import Trainer
 
@@ -265,18 +263,6 @@ class Trial:
             trainer.terminate_epoch()
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    """In this `with` the process is the only one for `ignite.distributed`, and so for this library."""
-    module = idist.utils
-    before = module._model, module._need_to_sync
-    module._model, module._need_to_sync = _SerialModel(), False
-    try:
-        yield
-    finally:
-        module._model, module._need_to_sync = before
-
-
 def _slowest(measure: Callable[[], float]) -> float:
     """Calls `measure` on each rank alone, and returns the largest of what it returned. Collective: one small all-reduce.
 
@@ -285,7 +271,7 @@ def _slowest(measure: Callable[[], float]) -> float:
     """
     seconds, reason, cause = 0.0, "", None
     try:
-        with _alone():
+        with computation_model():
             seconds = measure()
     except Exception as error:  # whatever the user's code raises is the reason that is reported
         words = " ".join(str(error).split())

@@ -23,7 +23,7 @@ def label(settings: Settings) -> str:
 
 
 class Measured(NamedTuple):
-    """One row of the table: settings, and what they came to.
+    """A row of the table: settings, and how fast they are.
 
     Attributes:
         settings: the settings.

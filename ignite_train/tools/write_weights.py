@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ignite_train.arguments import describe, one_of, path_of
 from ignite_train.checkpoint.disk import Disk
-from ignite_train.checkpoint.shards import Box, Piece
-from ignite_train.checkpoint.tensor_files import is_plain_dtype, write_tensors
+from ignite_train.checkpoint.tensor_files import Box, Piece, is_plain_dtype, write_tensors
 from ignite_train.errors import CheckpointError
 from ignite_train.tools.distributed_checkpoint import write_distributed_checkpoint
 
@@ -101,7 +100,7 @@ def _each_once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _write_safetensors(state: Mapping[str, Tensor], output: Path, max_shard_bytes: int) -> None:
-    """One file, or several with an index, named as Hugging Face's libraries expect; removes what an earlier one has left."""
+    """Writes a file, or several with an index, named as Hugging Face's libraries expect; removes shards of earlier calls."""
     wrong = next((name for name, tensor in state.items() if not is_plain_dtype(tensor.dtype)), None)
     if wrong is not None:
         raise CheckpointError(

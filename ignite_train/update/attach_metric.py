@@ -20,12 +20,14 @@ from ignite_train.update.kept_outputs import KeptOutputs, keep_outputs
 
 __all__ = ["attach_metric"]
 
+_SEEN = "num_seen"
+
 
 def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
     """Publishes a metric of Ignite over the predictions of each epoch of training, as `trainer.state.metrics[name]`.
 
-    The metric sees the `outputs` of each micro-batch that had its effect: those of a micro-batch that ran out of memory and
-    was dropped or halved, of an update that was skipped, and of one that broke off and is repeated, leave no trace. It is reset
+    The metric sees the `outputs` of each micro-batch that had its effect: a micro-batch that ran out of memory and
+    was dropped or halved, an update that was skipped, and an update that broke off and is repeated leave no trace. It is reset
     when an epoch begins, published when it ends, and in every checkpoint; a run that resumes on another number of ranks starts
     it from the beginning, and logs a warning. Collective at the end of an epoch: attach it alike on all ranks. Predictions are
     those before the step, in training mode. They are held without their graphs until the end of the update, which costs their
@@ -38,7 +40,7 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
 
     Raises:
         TypeError: `trainer` is not a trainer, or `metric` is not a metric of Ignite.
-        ValueError: `name` is the name of a metric that handlers publish.
+        ValueError: `name` is the name of a metric that handlers publish; or replicas come and go.
 
     Example:
         >>> import torch
@@ -60,6 +62,11 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
         raise TypeError(
             f"trainer must be a Trainer, got {describe(trainer)}; on an evaluator call metric.attach(evaluator, name)"
         )
+    if trainer.is_elastic:
+        raise ValueError(
+            f"attach_metric(..., {name!r}) must be left out with reduction='elastic': it would count the predictions of one "
+            "replica; return sums in ForwardOutput(logs=...), which cross the replicas"
+        )
     if not isinstance(metric, Metric):
         raise TypeError(f"metric must be a metric of Ignite, got {describe(metric)}")
     if not isinstance(name, str) or is_published_metric(name):
@@ -78,10 +85,12 @@ class _MetricOfTraining:
         self._engine = Engine(lambda _engine, batch: batch)
         metric.attach(self._engine, name)
         self._outputs = outputs
+        self._num_seen = 0  # micro-batches of this epoch on this rank
         self._has_warned = False
 
     def begin_epoch(self) -> None:
         """Resets the metric."""
+        self._num_seen = 0
         self._engine.fire_event(Events.EPOCH_STARTED)
 
     def count(self, trainer: Trainer) -> None:
@@ -89,6 +98,7 @@ class _MetricOfTraining:
         held = self._outputs()
         self._outputs.clear()
         self._refuse_uneven_reductions(len(held))
+        self._num_seen += len(held)
         for outputs in held:
             self._engine.state.output = outputs
             self._engine.fire_event(Events.ITERATION_COMPLETED)
@@ -112,36 +122,38 @@ class _MetricOfTraining:
 
     def end_epoch(self, trainer: Trainer) -> None:
         """Publishes the metric."""
-        with uneven_metrics(self._engine):
+        with uneven_metrics(self._engine, has_data=self._num_seen > 0):
             self._engine.fire_event(Events.EPOCH_COMPLETED)
         trainer.state.metrics.update(self._engine.state.metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the metric, and of those that it is made of."""
-        return {key: dict(entry.state_dict()) for key, entry in stateful_handlers(self._engine).items()}
+        """The states of the metric and of its parts, and the micro-batches that each rank has shown it. Collective."""
+        parts = {key: dict(entry.state_dict()) for key, entry in stateful_handlers(self._engine).items()}
+        return parts | {_SEEN: collectives.everyones(self._num_seen)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes it over, if as many ranks have counted it."""
         parts = stateful_handlers(self._engine)
-        check_state_dict(f"attach_metric(..., {self._name!r})", state_dict, tuple(parts), ())
+        check_state_dict(f"attach_metric(..., {self._name!r})", state_dict, (*parts, _SEEN), ())
+        seen = state_dict[_SEEN]
+        is_of_these_ranks = len(seen) == collectives.world_size()
+        self._num_seen = round(seen[collectives.rank()]) if is_of_these_ranks else 0
+        if not is_of_these_ranks:
+            self._warn_of_other_ranks(len(seen))
         for key, entry in parts.items():
+            if isinstance(entry, Metric) and not is_of_these_ranks:
+                entry.reset()
+                continue
             if isinstance(entry, Metric):
-                self._load_metric(entry, state_dict[key])
-            else:
-                entry.load_state_dict(state_dict[key])
+                _make_room(entry, next(iter(state_dict[key].values()))[collectives.rank()])
+            entry.load_state_dict(state_dict[key])
 
-    def _load_metric(self, metric: Metric, saved: Mapping[str, Any]) -> None:
-        """Takes over what this rank has counted. Another number of ranks cannot divide it among them."""
-        per_rank: Any = next(iter(saved.values()), [])
-        if len(per_rank) == collectives.world_size():
-            _make_room(metric, per_rank[collectives.rank()])
-            metric.load_state_dict(saved)
-            return
-        metric.reset()
+    def _warn_of_other_ranks(self, number: int) -> None:
+        """Says that another number of ranks cannot divide what the ranks of the checkpoint have counted."""
         if not self._has_warned:  # a checkpoint may be put back a second time
             self._has_warned = True
             logging.getLogger("ignite_train").warning(
-                f"metric {self._name!r} starts from the beginning, because the checkpoint has what {len(per_rank)} ranks have "
+                f"metric {self._name!r} starts from the beginning, because the checkpoint has what {number} ranks have "
                 f"counted, and there are {collectives.world_size()}"
             )
 

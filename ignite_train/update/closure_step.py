@@ -21,7 +21,6 @@ from ignite_train.ranks.messages import Outgoing, RankRequests
 from ignite_train.ranks.statistics import Totals
 from ignite_train.state import SkippedReason
 from ignite_train.trainer import Trainer
-from ignite_train.update.cross import Cross
 from ignite_train.update.decision import Decision
 from ignite_train.update.gather import Gather
 from ignite_train.update.stepper import OneStepper
@@ -48,14 +47,12 @@ class ClosureStep:
     Attributes:
         stepper: steps the optimizer.
         gather: evaluates the loss of a group again.
-        cross: gives the totals of an evaluation.
         decide: makes a decision of the sums over the ranks, and of the changes by handlers.
         forward_state: what forward may change.
     """
 
     stepper: OneStepper
     gather: Gather
-    cross: Cross
     decide: Callable[[Trainer, Totals], Decision]
     forward_state: ForwardState
     _beginning: ForwardMark | None = None
@@ -122,7 +119,7 @@ class ClosureStep:
             ValueError: forward has written into a micro-batch.
         """
         # other requests, and checks, travel with the first evaluation
-        outgoing = Outgoing(RankRequests(changes_gradients=trainer.outgoing().requests.changes_gradients), ())
+        outgoing = Outgoing(RankRequests(changes_gradients=trainer.requests.changes_gradients), ())
         self._stepped |= {id(one): one for one in self._gradients.parameters() if one.grad is not None}
         self._gradients.clear()
         is_written = written_into([*micro_batches])
@@ -133,7 +130,7 @@ class ClosureStep:
         if self._seeding is not None:
             self._seeding.step(evaluation)
         with torch.no_grad():  # gradients may have graphs
-            totals = self.cross.again(outgoing)
+            totals = self.gather.cross_again(outgoing)
         decision = self.decide(trainer, totals)
         if decision.skipped_reason is not None:
             raise _NotFiniteError(decision)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ignite_train.errors import MembersChangedError
+from ignite_train.errors import MembersChangedError, NoQuorumError
 from ignite_train.ranks.elastic import ElasticCrossing
 from ignite_train.ranks.members import Members
 from ignite_train.trainer import Trainer
@@ -18,16 +18,25 @@ from ignite_train.update.update import Update
 __all__ = ["ElasticUpdate"]
 
 
+@runtime_checkable
+class _Saves(Protocol):
+    """A `Checkpoint`."""
+
+    def save(self) -> None: ...
+
+
 @dataclass(kw_only=True)
 class ElasticUpdate(Update):
     """An `Update` over the members that take part in it.
 
     While it runs the lighthouse is asked who takes part. If these are others than in the update before, or one of them is lost
     before all have the sums, the journal puts everything back, samples are dealt again, and the members that are there make
-    the update. Its ITERATION_STARTED has fired and fires no more.
+    the update. Its ITERATION_STARTED has fired and fires no more. Where too few members come, or the lighthouse has gone for
+    good, the run ends with a `NoQuorumError`, and a `Checkpoint` saves the state after the updates that are counted.
     """
 
     members: Members = field(init=False)
+    _has_no_quorum: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,16 +57,24 @@ class ElasticUpdate(Update):
         trainer.is_elastic = True
 
         def enter(trainer: Trainer) -> None:
+            self._has_no_quorum = False
+            trainer.on_exit[:] = [*(one for one in trainer.on_exit if one is not save_last), save_last]  # after all others
             _refuse_own_groups(trainer)
             members.join(lambda: _counted(trainer), capture, restore)
             self._note(trainer)
+            if members.is_stopped:
+                trainer.terminate(agreed=True)
 
         def leave() -> None:
             try:
                 if this.progress.ended:
-                    members.part(lambda: _counted(this))
+                    members.part(lambda: _counted(this), stopped=this.should_terminate)
             finally:
                 members.leave()
+
+        def save_last() -> None:
+            if self._has_no_quorum and isinstance(this.checkpoint, _Saves):
+                this.checkpoint.save()
 
         this = weakref.proxy(trainer)
         trainer.on_enter.append(enter)
@@ -80,13 +97,20 @@ class ElasticUpdate(Update):
             except MembersChangedError:
                 place = trainer.data.position()  # after the updates that are counted; of the members of before
                 members.num_changes += 1
-                members.renew(lambda: _counted(trainer))
+                self._renew(trainer)
                 self._note(trainer)
                 micro_batches = trainer.data.deal_again(place)
                 members.ask(_counted(trainer))
             else:
                 members.commit(trainer.state.iteration)
                 return output
+
+    def _renew(self, trainer: Trainer) -> None:
+        try:
+            self.members.renew(lambda: _counted(trainer))
+        except NoQuorumError:
+            self._has_no_quorum = True
+            raise
 
     def _note(self, trainer: Trainer) -> None:
         """Tells the parts who this replica is among the members, and the metrics how many there are."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 from ignite_train.device.to_device import ToDevice
 from ignite_train.errors import ForwardContractError
-from ignite_train.forward import BoundForward, Forward, ForwardOutput, as_forward_output, bind_forward
+from ignite_train.forward import (
+    OF_THIS_MICRO_BATCH,
+    UNCOUNTED,
+    BoundForward,
+    Forward,
+    ForwardOutput,
+    TermTotals,
+    as_forward_output,
+    bind_forward,
+)
 from ignite_train.model.loss_declaration import FirstForward, check_declaration, without_first_look
 from ignite_train.model.precision import Precision
 from ignite_train.model.seeding import Seeding
@@ -25,6 +34,8 @@ from ignite_train.update.options import UpdateOptions
 from ignite_train.update.weak_method import WeakMethod
 
 __all__ = ["ForwardBackward"]
+
+_NOTHING = nullcontext()
 
 
 @dataclass(kw_only=True)
@@ -43,7 +54,8 @@ class ForwardBackward:
         guard: looks after the first forward.
         state: of the trainer; told which micro-batch is run again.
         carried: what forward carries.
-        terms: the denominators of a loss with several terms.
+        terms: counts the denominators of a loss with several terms, if the user has a function that does so.
+        term_totals: what is known of them in the running update.
         options: of the update.
         counts: whether this rank's samples count; see `Statistics`.
         backward_settings: the arguments of each backward, besides the loss.
@@ -73,7 +85,11 @@ class ForwardBackward:
         # What it gives its parts to call must not keep it and its model alive.
         check, replace = WeakMethod(self._check_forward), WeakMethod(self._set_forward)
         self.user_forward = FirstForward(self.user_forward, self.guard.forward, check, replace)
-        self.carried, self.terms = self.state.carried, LossTerms(self.options.sample_sizes, counts=self.counts)
+        self.carried, self._autocasts = self.state.carried, bool(self.precision.dtypes)
+        count = self.options.sample_sizes
+        self.terms = None if count is None else LossTerms(count, counts=self.counts)
+        self.term_totals: TermTotals = UNCOUNTED
+        self._is_one_rank = collectives.world_size() == 1  # asked once: it takes longer than a log
         creates = self.options.create_graph
         self.backward_settings = {"retain_graph": self.options.retain_graph or creates, "create_graph": creates}
         self._begins_by_size = self.loss_scaling if isinstance(self.loss_scaling, BeginsBySize) else None
@@ -83,7 +99,7 @@ class ForwardBackward:
         """Within it an update runs another forward, if one is given, and its record has a name."""
         before = self.user_forward, self.terms
         if forward is not None:
-            self.user_forward, self.terms = bind_forward(forward, lambda: self.state), LossTerms(None)
+            self.user_forward, self.terms = bind_forward(forward, lambda: self.state), None
         self.is_other, self.name = forward is not None, name
         try:
             yield
@@ -93,7 +109,10 @@ class ForwardBackward:
 
     def begin(self, group: Sequence[Any]) -> None:
         """Before the first forward of an update. Collective, where the user counts the samples of several losses."""
-        self.terms.begin(group)
+        if self.terms is not None:
+            self.term_totals = self.terms.begin(group)
+        else:
+            self.term_totals = OF_THIS_MICRO_BATCH if self._is_one_rank and len(group) == 1 else UNCOUNTED
         if self.options.train_mode and not self.module.training:
             self.model.train()
         if self._begins_by_size is not None:
@@ -101,9 +120,9 @@ class ForwardBackward:
 
     def forward(self, micro_batch: Any) -> ForwardOutput:
         """Runs the user's function on a micro-batch, which is copied to the device first, and checks the result."""
-        with self.precision.autocast():
+        with self.precision.autocast() if self._autocasts else _NOTHING:
             on_device = micro_batch if self.transfer is None else self.transfer(micro_batch)
-            output = as_forward_output(self.user_forward(self.model, on_device), self.terms.totals)
+            output = as_forward_output(self.user_forward(self.model, on_device), self.term_totals)
         if self.awaits_size:
             self.agree_on_scale(output.sample_size)
         return output
@@ -126,7 +145,7 @@ class ForwardBackward:
         with self.precision.autocast():
             on_device = micro_batch if self.transfer is None else self.transfer(micro_batch)
             returned = self.user_forward(self.module, on_device)
-            loss = as_forward_output(returned, self.terms.totals).loss
+            loss = as_forward_output(returned, self.term_totals).loss
         return loss * self.loss_scaling.scale if self.loss_scaling.enabled else loss
 
     def agree_on_scale(self, sample_size: float | Tensor) -> None:

@@ -1,7 +1,8 @@
-"""Gather: forward and backward of each micro-batch of a group, whose gradients and sums add up on this rank."""
+"""Gather and cross: gradients and sums of a group add up on this rank, micro-batch by micro-batch, and then over the ranks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -9,14 +10,16 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.events import TrainEvents
-from ignite_train.model.gradients import Gradients
+from ignite_train.model.gradients import SMALLEST_NORM, Gradients, may_trust_norm
+from ignite_train.model.learning_rates import LearningRates
 from ignite_train.model.seeding import Seeding
 from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.messages import Outgoing
-from ignite_train.ranks.statistics import Statistics
+from ignite_train.ranks.statistics import Statistics, Totals
 from ignite_train.trainer import Trainer
 from ignite_train.update.forward_backward import ForwardBackward
 from ignite_train.update.handler_guard import HandlerGuard
@@ -32,13 +35,16 @@ _NOTHING = nullcontext()
 
 @dataclass(kw_only=True)
 class Gather:
-    """Adds up the gradients and the sums of a group. What overlaps the last backward begins to cross the ranks before it.
+    """Adds up the gradients and the sums of a group, and reduces them over the ranks.
+
+    What overlaps the last backward begins to cross the ranks before it.
 
     Attributes:
         passes: forward and backward of a micro-batch.
         crossing: how gradients cross ranks.
         statistics: adds up what forward returns.
         gradients: of the trainer's optimizers.
+        learning_rates: those that lie on the device are read in the same transfer as the sums.
         recovery: takes back what has run out of memory.
         num_placeholders: how often this rank takes part in the running update without a micro-batch.
     """
@@ -47,12 +53,12 @@ class Gather:
     crossing: Crossing
     statistics: Statistics
     gradients: Gradients
+    learning_rates: LearningRates
     recovery: RecoverFromOutOfMemory | None = None
     num_placeholders: int = 0
     _seeding: Seeding | None = field(init=False)
     _guard: HandlerGuard = field(init=False)
     _num_guarded: int = 0  # times that handlers of MICRO_BATCH_STARTED are still looked at
-    _chosen_by: object = None  # the token of the handlers for which the flag below was chosen
     _is_guarded: bool = False  # whether an event has handlers that must not change gradients, so that these are compared
 
     def __post_init__(self) -> None:
@@ -77,22 +83,23 @@ class Gather:
                     with _NOTHING if recovery is None else recovery.attempt(part):
                         state.forward_output = passes.forward(part)  # held nowhere else, for its graph
                         self.statistics.add(state.forward_output)
-                        if self._is_guarded or trainer.handlers_token is not self._chosen_by:
-                            self._fire(trainer, _FORWARD_COMPLETED)
+                        if self._is_guarded:
+                            self._guard.fire(trainer, _FORWARD_COMPLETED)
                         if passes.transfer is not None and number < len(group):
                             # Asked for now, so that it is copied while backward runs.
                             passes.transfer.ahead(group[number])
                         trainer.begin_section("backward")
                         if last and not crossing.may_drop_micro_batches:
                             # All sums are known before backward. Sent now, they arrive while it runs, ahead of its gradients.
-                            crossing.start(trainer.outgoing(), self.statistics, gradients, state.forward_output.loss)
+                            outgoing = Outgoing(trainer.requests, trainer.piggybacks)
+                            crossing.start(outgoing, self.statistics, gradients, state.forward_output.loss)
                         passes.run_backward(passes.scaled(state.forward_output.loss), **passes.backward_settings)
                         # The next backward adds to these gradients in place, which must not reach those of another parameter.
                         gradients.separate()
                         for callback in trainer.moments.on_backward:
                             callback(state.forward_output)
-            if self._is_guarded or trainer.handlers_token is not self._chosen_by:
-                self._fire(trainer, _BACKWARD_COMPLETED)
+            if self._is_guarded:
+                self._guard.fire(trainer, _BACKWARD_COMPLETED)
             if passes.options.create_graph:
                 gradients.detach()
             state.forward_output = None
@@ -121,6 +128,37 @@ class Gather:
         else:
             trainer.fire_event(_MICRO_BATCH_STARTED)
 
+    def cross(self, trainer: Trainer) -> Totals:
+        """After the last backward: reduces what is left, and gives the numbers of the update over all ranks. Collective."""
+        trainer.begin_section("reduction")
+        if self._seeding is not None:
+            self._seeding.step()
+        for callback in trainer.moments.before_norm:
+            callback(trainer)
+        norm = self.crossing.finish(Outgoing(trainer.requests, trainer.piggybacks), self.statistics, self.gradients)
+        totals = self.statistics.finish(norm) if self.statistics.on_host else self.read(trainer, norm)
+        is_right = SMALLEST_NORM <= totals.norm < math.inf or totals.sample_size == 0
+        return totals if is_right else self._with_norm(totals)
+
+    def read(self, trainer: Trainer, norm: float | Tensor | None) -> Totals:  # noqa: ARG002  # an acceleration asks it
+        """Reads the numbers, whose `norm` the reduction has given, from the device in one transfer."""
+        self.statistics.send(norm, self.learning_rates.unknown())
+        totals = self.statistics.finish(norm)
+        self.learning_rates.learn(totals.more)
+        return totals
+
+    def _with_norm(self, totals: Totals) -> Totals:
+        """Takes a norm again that float32 cannot have added up, since the squares are too large or too small for it.
+
+        All ranks do so alike where the norm is a reduced one.
+        """
+        return totals._replace(norm=self.crossing.norm(self.gradients))
+
+    def cross_again(self, outgoing: Outgoing) -> Totals:
+        """Gives the numbers of another evaluation of the loss, after `again`. Collective; waits for the device."""
+        totals = self.statistics.finish(self.crossing.finish(outgoing, self.statistics, self.gradients))
+        return totals if may_trust_norm(totals.norm) or totals.sample_size == 0 else self._with_norm(totals)
+
     def again(self, outgoing: Outgoing, group: Sequence[Any], evaluation: int) -> None:
         """Adds up the group once more, in evaluation 1, 2, ... of its loss, without events and counters. Collective.
 
@@ -147,23 +185,15 @@ class Gather:
             self._run_placeholder(outgoing, last=number == 1)
 
     def choose(self, trainer: Trainer) -> None:
-        """Chooses what the handlers that are attached need. Asked again whenever others are."""
+        """Chooses what the handlers that are attached need. Called whenever others are."""
         self._is_guarded = trainer.has_handlers(_FORWARD_COMPLETED) or trainer.has_handlers(_BACKWARD_COMPLETED)
         self._num_guarded = 4 * trainer.has_handlers(_MICRO_BATCH_STARTED)
-        self._chosen_by = trainer.handlers_token
-
-    def _fire(self, trainer: Trainer, event: TrainEvents) -> None:
-        """Fires an event of a micro-batch, if there are handlers. They may have come since the update began."""
-        if trainer.handlers_token is not self._chosen_by:
-            self.choose(trainer)
-        if self._is_guarded:
-            self._guard.fire(trainer, event)
 
     def _take_part(self, trainer: Trainer) -> None:
         """In place of the micro-batches that this rank lacks."""
         for number in range(self.num_placeholders, 0, -1):
             trainer.begin_section("reduction")
-            self._run_placeholder(trainer.outgoing(), last=number == 1)
+            self._run_placeholder(Outgoing(trainer.requests, trainer.piggybacks), last=number == 1)
         if self.passes.awaits_size:
             self.passes.agree_on_scale(0.0)
 

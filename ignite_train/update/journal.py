@@ -6,15 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from torch import Tensor, nn
-
-from ignite_train.model.buffer_rollback import BufferRollback
+from ignite_train.engine.progress import Progress
 from ignite_train.model.step_watch import StepWatch
 from ignite_train.state import TrainState
-from ignite_train.trainer import Trainer
-from ignite_train.update.loss_scaling import LossScaling
 
-__all__ = ["COUNTED", "FINITE", "Buffers", "Counters", "End", "Ending", "Journal", "Part", "Scale"]
+__all__ = ["COUNTED", "FINITE", "Counters", "End", "Ending", "Journal", "Part"]
 
 
 class End(Enum):
@@ -95,7 +91,8 @@ class Journal:
         return self
 
     def close(self, end: End, *, applied: bool) -> None:
-        """Ends the update."""
+        """Ends the update. A step that the device has made follows the same numbers as `end`."""
+        assert end in MOVED or not self._steps.entered  # noqa: S101
         self.ending.end, self.ending.applied, self._left = end, applied, iter(self._ends[end])
         for function in self._left:  # where one raises, `__exit__` ends the others
             function()
@@ -121,113 +118,24 @@ class Journal:
             raise
 
 
-# --- parts that belong to no object of their own ------------------------------------------------------------------------------
-
-
 class Counters:
     """The counters of the trainer's state, and whether its iteration has had its effect. Nothing else counts steps.
 
     Attributes:
-        trainer: whose update is about to be marked. It is held no longer than the update runs.
+        progress: of the trainer, whose loop has marked the number of micro-batches before the update.
     """
 
     def __init__(self, state: TrainState, ending: Ending) -> None:
-        self._state, self._ending, self._before = state, ending, 0
-        self.trainer: Trainer | None = None
-
-    def mark(self) -> None:
-        """Remembers the number of micro-batches."""
-        self._before = self._state.num_micro_batches
+        self._state, self._ending, self.progress = state, ending, Progress()
 
     def keep(self) -> None:
         """Counts the update."""
-        trainer, self.trainer = self.trainer, None
-        assert trainer is not None  # noqa: S101  # the update has set it
-        trainer.progress.settled = True
-        self._state.num_steps += self._ending.applied
-        self._state.num_skipped += not self._ending.applied
+        self.progress.settled = True
+        if self._ending.applied:
+            self._state.num_steps += 1
+        else:
+            self._state.num_skipped += 1
 
     def put_back(self) -> None:
         """Forgets the micro-batches of an update that is repeated."""
-        self.trainer, self._state.num_micro_batches = None, self._before
-
-
-class Buffers:
-    """The model's buffers. A forward that was not finite has spoilt running statistics; one that is repeated moves them again.
-
-    Args:
-        module: whose buffers.
-        are_marked: whether they are copied in each update.
-
-    Attributes:
-        are_marked: the same; a `Checkpoint` sets it.
-        are_spoilt: whether an update was broken off that has changed them without a mark.
-    """
-
-    def __init__(self, module: nn.Module, *, are_marked: bool) -> None:
-        self._module, self.are_marked, self.are_spoilt = module, are_marked, False
-        self._rollback = BufferRollback(module)
-        self._versions: list[tuple[Tensor, int]] | None = None
-        self._move: bool | None = None  # whether the first update has moved buffers
-
-    @property
-    def is_looking(self) -> bool:
-        """Whether the next update finds out what forward does to them."""
-        return self._move is None and not self.are_marked
-
-    def part(self) -> Part:
-        """What is to be done in each update. Asked again while `is_looking`, and when `are_marked` has changed."""
-        if self.are_marked:
-            return Part(kept_at=FINITE, mark=self._rollback.mark, put_back=self._rollback.roll_back)
-        if self._move is None:
-            return Part(kept_at=FINITE, mark=self._look, keep=self._learn, put_back=self._note_if_moved)
-        return Part(kept_at=FINITE, put_back=self._note)
-
-    def _look(self) -> None:
-        self._versions = self._now()
-
-    def _learn(self) -> None:
-        self._move = self._have_moved()
-
-    def _note_if_moved(self) -> None:
-        self.are_spoilt |= self._have_moved()
-
-    def _note(self) -> None:
-        """Notes that they cannot be put back."""
-        self.are_spoilt |= bool(self._move)
-
-    def _now(self) -> list[tuple[Tensor, int]]:
-        return [(buffer, -1 if buffer.is_inference() else buffer._version) for buffer in self._module.buffers()]
-
-    def _have_moved(self) -> bool:
-        before, now = self._versions or [], self._now()
-        self._versions = None
-        pairs = zip(before, now, strict=False)
-        return len(before) != len(now) or any(one is not other or old != new for (one, old), (other, new) in pairs)
-
-
-class Scale:
-    """The loss scale. It changes when the update has ended, since backward and step must use the same one."""
-
-    def __init__(self, loss_scaling: LossScaling, ending: Ending) -> None:
-        self._loss_scaling, self._ending, self._was_overflow = loss_scaling, ending, False
-
-    def mark(self) -> None:
-        """There was no overflow so far."""
-        self._was_overflow = False
-
-    @property
-    def now(self) -> float:
-        """The scale of the running update."""
-        return self._loss_scaling.scale
-
-    def overflow(self) -> bool:
-        """Tells it of an overflow; gives whether the scale fell. It may raise a `LossScaleFloorError`."""
-        self._was_overflow, before = True, self._loss_scaling.scale
-        self._loss_scaling.update(overflow=True)
-        return self._loss_scaling.scale < before
-
-    def keep(self) -> None:
-        """Tells it that there was none."""
-        if not self._was_overflow and (self._ending.applied or self._ending.end is End.SKIPPED):
-            self._loss_scaling.update(overflow=False)
+        self._state.num_micro_batches = self.progress.micro_batches_before

@@ -78,8 +78,8 @@ class LocalUpdate(Update):
 
     _own: _OwnDecision = field(init=False)
     _trainer: Trainer = field(init=False)
-    _is_warned: bool = False
-    _num_updates_apart: int = 0  # in which a rank that was not finite skipped alone
+    _is_warned: bool = field(init=False, default=False)
+    _num_updates_apart: int = field(init=False, default=0)  # in which a rank that was not finite skipped alone
 
     def join(self, trainer: Trainer) -> None:
         """Sends the decision of this rank with the statistics of `trainer`'s updates. To be called once, before the first."""
@@ -136,7 +136,6 @@ class LocalUpdate(Update):
             self._warn_of_skipping_ranks(update)
         if own.skipped_reason is None:
             self.take_step(own, output)
-        self.gather.crossing.close(applied=own.skipped_reason is None)
         self._note_that_replicas_differ(trainer, applied=applied)
         end = End.STEPPED if own.skipped_reason is None else End.SKIPPED
         return End.NO_SAMPLES if own.skipped_reason == "no_samples" else end, applied

@@ -8,7 +8,7 @@ from typing import Any
 
 from ignite_train.arguments import describe
 from ignite_train.errors import ForwardContractError
-from ignite_train.forward import OF_THIS_MICRO_BATCH, TERM, UNCOUNTED, TermTotals
+from ignite_train.forward import TERM
 from ignite_train.ranks import collectives
 from ignite_train.ranks.statistics import Totals
 
@@ -22,28 +22,24 @@ class LossTerms:
     """Knows the denominators of an update before its first backward, which divides each term by them.
 
     Args:
-        sample_sizes: the user's function; without it a loss with several terms needs an update of one micro-batch on one rank.
+        sample_sizes: the user's function; without one a loss with several terms needs an update of one micro-batch on one rank.
         counts: whether this rank's samples count; see `Statistics`.
-
-    Attributes:
-        totals: what is known in the running update.
     """
 
-    def __init__(self, sample_sizes: SampleSizes | None, *, counts: bool = True) -> None:
+    def __init__(self, sample_sizes: SampleSizes, *, counts: bool = True) -> None:
         self._count, self._counts = sample_sizes, counts
-        self._is_alone = collectives.world_size() == 1  # asked once: it takes longer than a log
         self._names: tuple[str, ...] | None = None  # agreed over the ranks
-        self.totals: TermTotals = UNCOUNTED
+        self._totals: dict[str, float] = {}  # of the running update
 
-    def begin(self, group: Sequence[Any]) -> None:
-        """Counts the micro-batches of a group before any of them is computed. Collective, with a function that counts.
+    def begin(self, group: Sequence[Any]) -> Mapping[str, float]:
+        """Counts the micro-batches of a group before any of them is computed. Collective.
+
+        Returns:
+            The denominators over the whole update, by name.
 
         Raises:
             ForwardContractError: the function has returned something else than numbers by name, or other names than before.
         """
-        if self._count is None:
-            self.totals = OF_THIS_MICRO_BATCH if self._is_alone and len(group) == 1 else UNCOUNTED
-            return
         counted: dict[str, float] = {}
         for micro_batch in group:
             for name, number in _checked(self._count(micro_batch)).items():
@@ -57,7 +53,8 @@ class LossTerms:
         if num_unknown:
             got = f", got {unknown[0]!r} too" if unknown else ", and some rank has got another"
             raise ForwardContractError(f"sample_sizes must return the same names in each update, {_listed(self._names)}{got}")
-        self.totals = dict(zip(self._names, numbers, strict=True))
+        self._totals = dict(zip(self._names, numbers, strict=True))
+        return self._totals
 
     def check(self, totals: Totals) -> None:
         """Compares what was counted with what forward has returned, over all ranks.
@@ -65,7 +62,7 @@ class LossTerms:
         Raises:
             ForwardContractError: they differ. Raised on all ranks alike.
         """
-        for name, counted in (self.totals or {}).items():
+        for name, counted in self._totals.items():
             returned = totals.log_weights.get(TERM + name, 0.0)
             if not math.isclose(counted, returned, rel_tol=1e-6):  # float32 numbers of a device may have been added up
                 raise ForwardContractError(

@@ -70,23 +70,27 @@ class NonFiniteSearch:
         else:
             self._largest_scale = math.inf if raises else 0.0
         self.forward_draws, self.marks_always = True, False
-        self._loss_scaling, self._is_marked = loss_scaling, False
+        self._loss_scaling = loss_scaling
+
+    @property
+    def may_mark(self) -> bool:
+        """Whether some update has to remember the random state."""
+        return self.marks_always or self._largest_scale > 0.0
 
     def mark(self) -> None:
         """Remembers the state before an update, if a search in it is possible. Forgets the one before."""
-        self._is_marked = False
+        self._draws = None
         if self.forward_draws and (self._loss_scaling.scale <= self._largest_scale or self.marks_always):
             self._draws = self._forward_state.mark_draws()
-            self._is_marked = True
 
     def put_back(self) -> None:
         """Goes back to the random state before the update, where it was remembered."""
-        if self._is_marked and self._draws is not None:
+        if self._draws is not None:
             self._draws.restore()
 
     def has_mark(self, loss_scale: float) -> bool:
         """Whether the state before an update at this loss scale was remembered, as far as forward draws numbers."""
-        return loss_scale <= self._largest_scale and (self._is_marked or not self.forward_draws)
+        return loss_scale <= self._largest_scale and (self._draws is not None or not self.forward_draws)
 
     def __call__(
         self, micro_batches: Sequence[Any], num_placeholders: int, *, loss_is_finite: bool
@@ -115,7 +119,7 @@ class NonFiniteSearch:
     def _replay(self, micro_batches: Sequence[Any], num_placeholders: int) -> str | None:
         """What this rank finds. All that forward changes is put back."""
         module, now = self._crossing.module, self._forward_state.mark()
-        if self.forward_draws and self._draws is not None:
+        if self._draws is not None:
             self._draws.restore()
         self._carried.rewind()
         self.gradients.clear()

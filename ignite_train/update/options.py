@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ignite_train.arguments import describe, one_of, positive_int
-from ignite_train.data.grouping import POLICIES, Uneven
+from ignite_train.data.grouping import POLICIES
+from ignite_train.data.micro_batch_pass import Uneven
 from ignite_train.other_words import answers_other_words
 from ignite_train.ranks.data_ranks import checked_data_dims
 from ignite_train.ranks.wrapping import ReductionName

@@ -13,9 +13,9 @@ from torch import nn
 from ignite_train.errors import GaveUpError, LossScaleFloorError, NonFiniteError, SparseGradientError, TrainingError
 from ignite_train.model.nonfinite import spoilt_buffer
 from ignite_train.state import UpdateOutput
-from ignite_train.update.journal import Scale
 from ignite_train.update.nonfinite_search import NonFiniteSearch
 from ignite_train.update.out_of_memory import advise
+from ignite_train.update.parts import Scale
 
 __all__ = ["SkipPolicy"]
 

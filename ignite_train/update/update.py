@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -9,27 +10,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ignite_train.arguments import check_state_dict, describe, settings_of
+from ignite_train.arguments import check_state_dict, describe
 from ignite_train.events import TrainEvents
 from ignite_train.forward import Forward
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import no_gradient_error
-from ignite_train.model.learning_rates import LearningRates
 from ignite_train.model.loss_declaration import without_first_look
 from ignite_train.model.seeding import Seeding
-from ignite_train.ranks.statistics import Statistics, Totals
+from ignite_train.ranks.statistics import Totals
 from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.trainer import Trainer
 from ignite_train.update.closure_step import ClosureStep
-from ignite_train.update.cross import Cross
 from ignite_train.update.decision import Decision, Rules, decide
 from ignite_train.update.gather import Gather
 from ignite_train.update.gradient_changes import GradientChanges
-from ignite_train.update.journal import COUNTED, FINITE, Buffers, Counters, End, Journal, Part, Scale
-from ignite_train.update.loss_scaling import LossScaling, NoLossScaling
+from ignite_train.update.journal import End, Journal
+from ignite_train.update.loss_scaling import LossScaling
 from ignite_train.update.nonfinite_search import NonFiniteSearch
 from ignite_train.update.norm_limits import NormLimits
 from ignite_train.update.options import UpdateOptions
+from ignite_train.update.parts import Parts
 from ignite_train.update.skip_policy import SkipPolicy
 from ignite_train.update.stepper import OneStepper, Stepper
 from ignite_train.update.weak_method import WeakMethod
@@ -37,7 +37,6 @@ from ignite_train.update.weak_method import WeakMethod
 __all__ = ["Update"]
 
 _GRADIENTS_READY = TrainEvents.GRADIENTS_READY  # looked up once: asked for in each update
-_ENDED_ITSELF = frozenset({End.STEPPED, End.SKIPPED, End.NO_SAMPLES})
 
 
 @dataclass(kw_only=True)
@@ -46,39 +45,32 @@ class Update:
 
     Attributes:
         state: of the trainer.
-        gather: adds up gradients and sums on this rank.
-        cross: reduces them over the ranks.
+        gather: adds up gradients and sums on this rank, and then over the ranks.
         rules: what the decision follows.
         norm_limits: limits of single optimizers.
         stepper: moves the parameters.
-        learning_rates: of the optimizers.
         options: the rare settings.
         loss_scaling: the policy of the loss scale.
         journal: what is kept or put back at each end of an update.
+        parts: those of the journal.
         policy: what follows where no step is made.
     """
 
     state: TrainState
     gather: Gather
-    cross: Cross
     rules: Rules
     norm_limits: NormLimits | None
     stepper: Stepper
-    learning_rates: LearningRates
     options: UpdateOptions
     loss_scaling: LossScaling = field(init=False)
     journal: Journal = field(init=False)
     policy: SkipPolicy = field(init=False)
-    search: NonFiniteSearch = field(init=False)
-    buffers: Buffers = field(init=False)
-    statistics: list[Statistics] = field(init=False)
-    _counters: Counters = field(init=False)
-    _scale: Scale = field(init=False)
+    parts: Parts = field(init=False)
     _gradient_changes: GradientChanges = field(init=False)
     _seeding: Seeding | None = field(init=False)
-    _closure_step: ClosureStep | None = None
-    _chosen_by: object = None  # the token of the handlers for which the flag below was chosen
-    _is_shown: bool = False  # whether GRADIENTS_READY has handlers
+    _closure_step: ClosureStep | None = field(init=False, default=None)
+    _is_shown: bool = field(init=False, default=False)  # whether GRADIENTS_READY has handlers
+    _sets_rates: bool = field(init=False, default=False)  # whether the user's code runs between the record and the step
 
     def __call__(self, trainer: Trainer, micro_batches: Sequence[Any]) -> Any:
         """Runs one update. Collective.
@@ -91,18 +83,17 @@ class Update:
             What the trainer's output transform has made of the update's record.
         """
         trainer.begin_section("forward")
-        if trainer.handlers_token is not self._chosen_by:
-            self._choose(trainer)
-        self._counters.trainer = trainer
+        if not self.parts.are_chosen:
+            self.journal.choose(self.parts.choose())
         with self.journal as journal:
             try:
                 if self._seeding is not None:  # here, where the journal gives the generators back
                     self._seeding.begin(self.state.iteration)
-                    self.search.mark()
+                    self.parts.search.mark()
                 if self._closure_step is not None:
                     self._closure_step.mark()
                 self.gather(trainer, micro_batches)
-                totals = self.cross(trainer)
+                totals = self.gather.cross(trainer)
                 decision = self.decide(trainer, totals)
                 output = self._show(trainer, totals, decision)
                 trainer.begin_section("optimizer")
@@ -119,10 +110,9 @@ class Update:
 
     def decide(self, trainer: Trainer, totals: Totals) -> Decision:
         """Decides from reduced numbers only, so that all ranks decide alike; and again if handlers change the gradients."""
-        if totals.log_weights:
+        if totals.log_weights and self.gather.passes.terms is not None:
             self.gather.passes.terms.check(totals)
-        # An acceleration has moved the parameters already, where nothing stands between.
-        if not self.gather.gradients.kinds and totals.sample_size > 0 and not self.stepper.watch.entered:
+        if not self.gather.gradients.kinds and totals.sample_size > 0:
             raise no_gradient_error()
         decision = decide(totals, self.rules, self.loss_scaling.scale)
         # Whether some rank has a handler of GRADIENTS_REDUCED, so that all of them do the same arithmetic.
@@ -141,15 +131,16 @@ class Update:
         trainer.publish(output)
         if totals.num_out_of_memory:
             trainer.fire_event(TrainEvents.OUT_OF_MEMORY)
-        if trainer.handlers_token is not self._chosen_by:  # some have come in this update
-            self._choose_events(trainer)
         if self._is_shown:
             with self.gather.passes.guard.readable(decision.mean_factor):
                 trainer.fire_event(_GRADIENTS_READY)
         else:
             trainer.fire_event(_GRADIENTS_READY)
-        if not self.stepper.watch.entered and (rates := self.learning_rates()) != output.learning_rates:
-            output = trainer.amend(replace(output, learning_rates=rates))
+        # Where the device has made the step by now, it was with the rates that are in the record.
+        if self._sets_rates and not self.stepper.watch.entered:
+            rates = self.gather.learning_rates()
+            if rates != output.learning_rates:
+                output = trainer.amend(replace(output, learning_rates=rates))
         return output
 
     def make_record(self, totals: Totals, decision: Decision) -> UpdateOutput:
@@ -159,7 +150,7 @@ class Update:
             sample_size=totals.sample_size,
             grad_norm=decision.grad_norm,
             clip_coefficient=decision.clip_coefficient,
-            learning_rates=self.learning_rates(),
+            learning_rates=self.gather.learning_rates(),
             loss_scale=self.loss_scaling.scale,
             num_micro_batches=totals.num_micro_batches,
             num_out_of_memory=totals.num_out_of_memory,
@@ -174,31 +165,36 @@ class Update:
     def step(
         self, trainer: Trainer, micro_batches: Sequence[Any], decision: Decision, output: UpdateOutput
     ) -> tuple[End, bool]:
-        """Unscales, normalises, clips and steps; or changes nothing. The device may have made the step.
+        """Unscales, normalises, clips and steps; or changes nothing.
 
         Returns:
             How the update ends on this rank, and whether it was applied.
         """
         if self._closure_step is not None and decision.skipped_reason is None:
             output = self._step_with_closure(self._closure_step, trainer, micro_batches, decision, output)
-        moved, applied = bool(self.stepper.watch.entered), output.applied
-        assert applied or not moved  # noqa: S101  # host and device decide from the same numbers
+        applied = output.skipped_reason is None
         if not applied or output.num_out_of_memory or self.policy.in_a_row:
             self.policy(trainer.state.iteration, micro_batches, self.gather.num_placeholders, output)
-        if applied and not moved:
+        if applied and self._closure_step is None:
             self.take_step(decision, output)
-        self.gather.crossing.close(applied=applied)
+        if self.gather.crossing.learns_outcome:
+            self.gather.crossing.close(applied=applied)
         if applied:
             return End.STEPPED, True
         return End.NO_SAMPLES if output.skipped_reason == "no_samples" else End.SKIPPED, False
 
     def take_step(self, decision: Decision, output: UpdateOutput) -> None:
         """Moves the parameters along the gradients of this rank."""
-        self.learning_rates.check(output.learning_rates)
-        if self._is_shown:
-            self.gather.gradients.refuse_dropped()
+        self._check_step(output)
         own = decision.clip_coefficients  # of each optimizer, where each has a limit of its own
         self.stepper(decision.mean_factor, *(own.values() if own else (decision.clip_coefficient,)))
+
+    def _check_step(self, output: UpdateOutput) -> None:
+        """Looks at what handlers may have left that no step can be made with."""
+        if not all(map(math.isfinite, output.learning_rates)):
+            raise self.gather.learning_rates.error(output.learning_rates)
+        if self._is_shown:
+            self.gather.gradients.refuse_dropped()
 
     def _step_with_closure(
         self,
@@ -209,22 +205,19 @@ class Update:
         output: UpdateOutput,
     ) -> UpdateOutput:
         """Lets the optimizer step and evaluate the loss again. An evaluation that is not finite makes it a skip."""
-        self.learning_rates.check(output.learning_rates)
-        self.gather.gradients.refuse_dropped()
+        self._check_step(output)
         after, number = closure_step(trainer, micro_batches, decision, output.sample_size)
         if after.skipped_reason is not None:
             output = replace(output, loss=after.loss, grad_norm=after.grad_norm, skipped_reason=after.skipped_reason)
         return trainer.amend(replace(output, num_evaluations=number))
 
-    def _choose(self, trainer: Trainer) -> None:
-        """Chooses what the handlers that are attached need. Asked again whenever others are."""
-        self._choose_events(trainer)
-        self.journal.choose(self._parts())
-        self._chosen_by = None if self.buffers.is_looking else trainer.handlers_token
-
-    def _choose_events(self, trainer: Trainer) -> None:
+    def choose(self, trainer: Trainer) -> None:
+        """See `Process`."""
+        self.parts.counters.progress = trainer.progress
         self.gather.choose(trainer)
         self._is_shown = trainer.has_handlers(_GRADIENTS_READY)
+        shows = self._is_shown or trainer.has_handlers(TrainEvents.OUT_OF_MEMORY)
+        self._sets_rates = shows or trainer.output_transform is not None
 
     # --- the parts --------------------------------------------------------------------------------------------------------
 
@@ -236,7 +229,7 @@ class Update:
             gradients=gather.gradients, crossing=gather.crossing, guard=passes.guard, rules=self.rules
         )
         raises = self.options.on_nonfinite == "raise"
-        self.search = NonFiniteSearch(
+        search = NonFiniteSearch(
             crossing=gather.crossing,
             gradients=gather.gradients,
             carried=passes.carried,
@@ -245,50 +238,18 @@ class Update:
             raises=raises,
             loss_scaling=self.loss_scaling,
         )
-        self.statistics = [gather.statistics]  # an acceleration may add others
         self.journal = Journal(self.stepper.watch)
-        self._counters = Counters(self.state, self.journal.ending)
-        self._scale = Scale(self.loss_scaling, self.journal.ending)
-        self.buffers = Buffers(passes.module, are_marked=self.loss_scaling.enabled or self.options.on_nonfinite == "skip")
+        self.parts = Parts(passes, gather.gradients, gather.statistics, search, self.journal.ending)
         self.policy = SkipPolicy(
-            module=passes.module, scale=self._scale, search=self.search, raises=raises, limit=self.options.give_up_after
+            module=passes.module, scale=self.parts.scale, search=search, raises=raises, limit=self.options.give_up_after
         )
         if self.options.closure and isinstance(self.stepper, OneStepper):
             self._closure_step = ClosureStep(
                 stepper=self.stepper,
                 gather=gather,
-                cross=self.cross,
                 decide=WeakMethod(self.decide),
                 forward_state=ForwardState(passes.module, passes.carried, without_first_look(passes.user_forward)),
             )
-
-    def _parts(self) -> list[Part]:
-        """What an update changes besides the parameters. The parts end in this order."""
-        passes, search, gradients = self.gather.passes, self.search, self.gather.gradients
-        carried, counters, scale = passes.carried, self._counters, self._scale
-        cleared_at = frozenset(End) - ({End.STEPPED} if self.options.keep_gradients else set())
-        parts = [
-            Part(kept_at=COUNTED, mark=counters.mark, keep=counters.keep, put_back=counters.put_back),
-            Part(mark=scale.mark, keep=scale.keep),
-            Part(kept_at=FINITE, mark=carried.begin_update, keep=carried.end_update, put_back=carried.roll_back),
-            self.buffers.part(),
-            # What something else than an update has left in `.grad` is dropped at the mark.
-            Part(kept_at=cleared_at, mark=gradients.clear_stale, keep=gradients.clear),
-            Part(kept_at=_ENDED_ITSELF, put_back=WeakMethod(self._drop_leftovers)),
-        ]
-        if type(self.loss_scaling) is NoLossScaling:
-            del parts[1]
-        if self._seeding is not None:
-            return [*parts, Part(keep=self._seeding.end)]
-        return [*parts, Part(kept_at=COUNTED, mark=search.mark, put_back=search.put_back)]
-
-    def _drop_leftovers(self) -> None:
-        """Drops what an update needs only while it runs, and has dropped itself unless it was broken off."""
-        self.state.forward_output = self.state.micro_batch_in_group = None
-        for statistics in self.statistics:
-            statistics.reset()
-        if self.gather.passes.transfer is not None:
-            self.gather.passes.transfer.forget()
 
     # --- what its trainer asks; see `Process` -----------------------------------------------------------------------------
 
@@ -311,24 +272,21 @@ class Update:
 
     def mark_everything(self) -> None:
         """See `Process`."""
-        self.buffers.are_marked = self.search.marks_always = True
-        self._chosen_by = None
+        self.parts.mark_everything()
 
     @property
     def is_spoilt(self) -> bool:
         """See `Process`."""
-        return self.buffers.are_spoilt
+        return self.parts.buffers.are_spoilt
 
     @property
     def config(self) -> dict[str, Any]:
         """The class and the settings of the loss scaling, where there is one, in plain types; see `Trainer.config`."""
-        policy = self.loss_scaling
-        return {"loss_scaling": {"class": type(policy).__name__, **settings_of(policy)}} if policy.enabled else {}
+        return self.parts.scale.config
 
     def state_dict(self) -> dict[str, Any]:
         """What an update remembers of those before it: the loss scaling, and how many in a row failed."""
-        state = {"loss_scaling": self.loss_scaling.state_dict(), "in_a_row": dict(self.policy.in_a_row)}
-        return state | ({"scaled_by": type(self.loss_scaling).__name__} if self.loss_scaling.enabled else {})
+        return self.parts.scale.state_dict() | {"in_a_row": dict(self.policy.in_a_row)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes it over. The scale starts fresh where the state has none.
@@ -340,13 +298,6 @@ class Update:
             raise ValueError(f"state_dict['update'] must have the keys loss_scaling and in_a_row, got {describe(state_dict)}")
         counts = state_dict["in_a_row"]
         check_state_dict("Trainer", counts, (), counts)
-        mine = type(self.loss_scaling).__name__
-        if self.loss_scaling.enabled and state_dict["loss_scaling"] != {}:  # as it is without a loss scaling
-            if (wrote := state_dict.get("scaled_by", mine)) != mine:
-                raise ValueError(
-                    f"{wrote!s:.60} wrote the scale of the loss, and this run has {mine}; pass the loss_scaling that it had, "
-                    "or start with a fresh scale by Checkpoint(..., leave_out=('loss_scaling',))"
-                )
-            self.loss_scaling.load_state_dict(state_dict["loss_scaling"])
-        self.buffers.are_spoilt = False
+        self.parts.scale.load_state_dict(state_dict)
+        self.parts.buffers.are_spoilt = False
         self.policy.in_a_row = dict(counts)

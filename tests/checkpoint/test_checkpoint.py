@@ -38,7 +38,7 @@ from ignite_train import (
     create_trainer,
 )
 from ignite_train.checkpoint import average_checkpoints, load_weights
-from ignite_train.checkpoint.found import find
+from ignite_train.checkpoint.read_checkpoint import find
 from ignite_train.handlers import (
     Checkpoint,
     JsonLines,

@@ -35,9 +35,9 @@ from processes import DEADLINE_SECONDS
 from ranks import run_ranks
 from small_checkpoints import QuickDisk, keep, names, newest, read, save
 
-READERS = (ignite_train.checkpoint.tensor_files, ignite_train.checkpoint.file_record, ignite_train.checkpoint.manifest)
+READERS = (ignite_train.checkpoint.tensor_files, ignite_train.checkpoint.manifest, ignite_train.checkpoint.manifest)
 OPERATIONS = (
-    *("make_directory", "create", "write", "sync", "close", "link", "rename", "sync_directory"),
+    *("make_directory", "create", "write", "sync", "close", "rename", "sync_directory"),
     *("remove_file", "remove_directory", "names"),
 )
 
@@ -869,7 +869,7 @@ def test_a_trial_that_is_cut_short_leaves_nothing_that_stays(tmp_path, build, mi
 
 
 class Counting(QuickDisk):
-    """Notes which files are written and which get a second name."""
+    """Notes which files are written."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -877,10 +877,6 @@ class Counting(QuickDisk):
     def create(self, path: Path) -> int:
         self.log.append(f"write {path.name}")
         return super().create(path)
-
-    def link(self, source: Path, target: Path) -> None:
-        self.log.append(f"link {target.name}")
-        super().link(source, target)
 
     def tensors(self) -> list[str]:
         """What happened to the files of tensors."""
@@ -899,13 +895,13 @@ def _ends(build: Any, directory: Path, micro_batches: Any, *, at_end: Any = None
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("options", [{}, {"every": 5}, {"every": 5, "every_epochs": 1}], ids=str)
-def test_the_last_state_is_written_once(tmp_path, build, micro_batches, options, asynchronous):
-    """Saved at the end of the epoch and again at that of the run: the tensors get a second name, and it resumes as ended."""
+def test_the_last_state_is_written_again_at_the_end(tmp_path, build, micro_batches, options, asynchronous):
+    """Saved at the end of the epoch and again at that of the run, one of which stays: it resumes as ended."""
     setup, _, disk = _ends(build, tmp_path, micro_batches, asynchronous=asynchronous, **options)
     setup.trainer.run(micro_batches, max_epochs=1)
     saves = 3 if len(options) == 2 else 2
 
-    assert disk.tensors() == ["write rank-00000.safetensors", *["link rank-00000.safetensors"] * (saves - 1)]
+    assert disk.tensors() == ["write rank-00000.safetensors"] * saves
     (name,) = names(tmp_path)
     assert name.startswith("update-00000005")
     checkpoint.verify(tmp_path / name)
@@ -944,68 +940,6 @@ def test_a_last_state_that_is_another_is_written(tmp_path, build, micro_batches)
         assert torch.equal(saved.view(torch.int32), setup.model[2].bias.detach().view(torch.int32))
 
 
-_table = torch.arange(6, dtype=torch.int32).reshape(2, 3)
-
-
-@pytest.mark.parametrize(
-    ("changed", "written"),
-    [
-        ({"table": _table.clone()}, "link"),
-        ({"table": _table, "more": torch.ones(2)}, "write"),
-        ({"table": _table.view(torch.float32)}, "write"),
-        ({"table": _table.reshape(3, 2)}, "write"),
-        ({"table": torch.arange(6, dtype=torch.int32).reshape(3, 2).t()}, "write"),
-    ],
-    ids=["the same", "one more", "another dtype", "another shape", "the same bytes in another order"],
-)
-def test_a_last_state_of_another_form_is_written(tmp_path, build, micro_batches, changed, written):
-    """What a handler of the end of the run has published comes back, also if its bytes are those of the save before."""
-    setup, _, disk = _ends(build, tmp_path, micro_batches, at_end=lambda setup: setup.trainer.state.metrics.update(changed))
-    setup.trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(table=_table))
-    setup.trainer.run(micro_batches, max_epochs=1)
-
-    assert disk.tensors() == ["write rank-00000.safetensors", f"{written} rank-00000.safetensors"]
-    with CheckpointReader(tmp_path / "update-00000005.1") as stored:
-        stored.verify()
-        metrics = stored.read("results")["metrics"]
-    assert [*metrics] == [*changed]
-    for name, value in changed.items():
-        assert metrics[name].dtype == value.dtype
-        assert torch.equal(metrics[name], value)
-
-
-def test_without_links_the_last_state_is_written_again(tmp_path, build, micro_batches):
-    """Some file systems have none."""
-    disk = Counting()
-    disk.link = lambda *_: fault(errno.EPERM)("")  # type: ignore[method-assign]
-    setup, _, _ = _ends(build, tmp_path, micro_batches, disk=disk)
-    setup.trainer.run(micro_batches, max_epochs=1)
-
-    assert disk.tensors() == ["write rank-00000.safetensors"] * 2
-    checkpoint.verify(tmp_path / "update-00000005.1")
-
-
-@pytest.mark.parametrize("harm", ["cut short", "unreadable"])
-def test_a_file_that_cannot_be_read_gets_no_second_name(tmp_path, build, micro_batches, monkeypatch, harm):
-    """Something happens to the checkpoint of the last update before that of the end: its tensors are written again."""
-    setup, saver, disk = _ends(build, tmp_path, micro_batches)
-    file = tmp_path / "update-00000005" / "rank-00000.safetensors"
-
-    def happens() -> None:
-        await_thread(saver)
-        if harm == "cut short":
-            os.truncate(file, file.stat().st_size - 1)
-        else:
-            monkeypatch.setattr(os, "preadv", lambda *_: fault(errno.EIO)(""))
-
-    setup.trainer.add_event_handler(Events.COMPLETED, happens)
-    setup.trainer.run(micro_batches, max_epochs=1)
-    monkeypatch.undo()
-
-    assert disk.tensors() == ["write rank-00000.safetensors"] * 2
-    checkpoint.verify(tmp_path / "update-00000005.1")
-
-
 def test_a_run_that_is_told_to_stop_writes_its_state_once(tmp_path, build, micro_batches):
     """As SIGTERM does: the save that is due in that update is the one of the end."""
     setup, _, disk = _ends(build, tmp_path, micro_batches, every=1, keep=9)
@@ -1014,22 +948,6 @@ def test_a_run_that_is_told_to_stop_writes_its_state_once(tmp_path, build, micro
 
     assert disk.tensors() == ["write rank-00000.safetensors"] * 3
     assert names(tmp_path) == ["update-00000001", "update-00000002", "update-00000003"]
-
-
-@pytest.mark.slow
-def test_a_power_cut_while_a_file_gets_a_second_name_loses_nothing(tmp_path, monkeypatch):
-    """The same update twice: in every state of the disk it is found, and whole."""
-    root, scratch = tmp_path / "root", tmp_path / "scratch"
-    root.mkdir()
-    scratch.mkdir()
-    disk, here = Recorder(root), root / "runs/here"
-    place = CheckpointDirectory(here, disk)
-    for _ in range(3):
-        save(here, 1, place=place, last=1)
-        disk.note("returned", 1)
-
-    assert [operation[0] for operation in disk.log].count("link") == 2
-    assert {*violations(disk.log, scratch)} == {"ok"}
 
 
 # --- two ranks ---

@@ -255,7 +255,7 @@ def test_a_reader_without_checksums_takes_flipped_bits_for_tensors(whole, tmp_pa
     with monkeypatch.context() as patch:
         for module in (
             ignite_train.checkpoint.tensor_files,
-            ignite_train.checkpoint.file_record,
+            ignite_train.checkpoint.manifest,
             ignite_train.checkpoint.manifest,
             ignite_train.checkpoint.directory,
         ):

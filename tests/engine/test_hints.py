@@ -11,10 +11,9 @@ from ignite.engine import Events
 from torch.utils.data import DataLoader, TensorDataset
 
 from ignite_train import create_trainer
-from ignite_train.engine.hints import hints
 from ignite_train.engine.introduction import introduction
 from ignite_train.engine.sections import SECTIONS
-from ignite_train.handlers import ProgressLog, TrainingMetrics
+from ignite_train.handlers import ProgressLog, TrainingMetrics, training_metrics
 from ignite_train.state import TrainState
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda")
@@ -28,7 +27,7 @@ def seconds(**given: float) -> dict[str, float]:
 
 def told(loader: Any = None, device: torch.device = CPU, precision: str = "fp32", epochs: int = 3, **given: float) -> list[str]:
     """The hints of a run that took this long."""
-    return hints(seconds(**given), loader, device, precision, epochs=epochs)
+    return [*training_metrics._hints(seconds(**given), loader, device, precision, epochs=epochs)]
 
 
 def test_a_run_that_waits_for_its_loader():
@@ -84,7 +83,7 @@ def test_the_introduction_names_an_adam_that_is_not_fused(kind, settings, parame
 
 def test_the_table_at_the_end_has_them(monkeypatch, capsys):
     """In a run that takes long enough, with `TrainingMetrics` and `ProgressLog`."""
-    monkeypatch.setattr("ignite_train.engine.hints._SHORT_RUN", 0.0)
+    monkeypatch.setattr("ignite_train.handlers.training_metrics._SHORT_RUN", 0.0)
 
     class Slow(TensorDataset):
         def __getitem__(self, index: int) -> Any:

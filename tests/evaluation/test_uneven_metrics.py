@@ -316,7 +316,7 @@ REFUSED: dict[str, tuple[list[list[int]], Attach, str]] = {
     "shapes": (
         [[3], [3]],
         lambda evaluator: Precision(different, average=False).attach(evaluator, "precision"),
-        "metric 'precision' (Precision) must have a state of one shape on all ranks, got _denominator of shapes [(2,), (3,)]",
+        "metric 'precision' (Precision) must have a state of one shape on all ranks, got shapes [(2,), (3,)]",
     ),
     "unlike": (
         [[3], [3]],
@@ -356,12 +356,7 @@ REFUSED: dict[str, tuple[list[list[int]], Attach, str]] = {
     "ragged": (
         [[3, 2], [3, 2]],
         lambda evaluator: EpochMetric(spread, ragged_on_rank_0, check_compute_fn=False).attach(evaluator, "spread"),
-        "metric 'spread' (EpochMetric) must have a state of one shape on all ranks, got _predictions of more than one shape on",
-    ),
-    "list": (
-        [[3], []],
-        lambda evaluator: Kept().attach(evaluator, "kept"),
-        "metric 'kept' (Kept) must have seen data on all ranks, since it keeps tensors in a list, got an empty kept on rank 1",
+        "metric 'spread' could not be computed on rank 0: RuntimeError: Sizes of tensors must match",
     ),
     "running": (
         [[3, 2], [3]],
@@ -406,19 +401,22 @@ def test_what_has_no_right_number_is_refused_on_all_ranks() -> None:
 
 
 def lists() -> list[float]:
-    """What looks like the refused: lists with data on all ranks, of uneven length or of shapes that differ."""
+    """Lists with data on all ranks, of uneven length or of shapes that differ; and one with data on rank 0 alone."""
     rank, found = idist.get_rank(), []
     ragged = lambda scores: scores[:, : len(scores) - rank]  # noqa: E731  # 3 x 3 and 2 x 2 on rank 0, 3 x 2 and 3 x 2 on rank 1
     for metric in (Kept(), Shaped(ragged), Shaped(lambda scores: scores.sum() if rank else scores)):
         evaluator = make_evaluator()
         metric.attach(evaluator, "of a list")
         found.append(evaluator.run(batches([3, 2 + rank], 1)).metrics["of a list"])
+    evaluator = make_evaluator()
+    Kept().attach(evaluator, "of rank 0")
+    found.append(evaluator.run(batches([3, 2] * (1 - rank), 1)).metrics["of rank 0"])
     return found
 
 
 def test_lists_are_gathered_by_the_metric_that_keeps_them() -> None:
-    """With data on all ranks the lists of a user's metric may differ in length and shape."""
-    assert run_ranks(lists) == [[3 + 2 + 3 + 3, 9 + 4 + 6 + 6, 9 + 6 + 1 + 1]] * 2
+    """The lists of a user's metric may differ in length and shape, and one without data is not asked."""
+    assert run_ranks(lists) == [[3 + 2 + 3 + 3, 9 + 4 + 6 + 6, 9 + 6 + 1 + 1, 3 + 2]] * 2
 
 
 def test_a_single_process_may_have_running_metrics_of_data_without_a_length() -> None:

@@ -1,28 +1,33 @@
-"""Each script of examples/programs does what the same program does in plain torch, on one rank and on two."""
+"""Each script of examples/programs does what the same program does in plain torch, however it is cut, and when it is killed."""
 
 from __future__ import annotations
 
 import importlib
+import itertools
+import os
+import random
 import re
 import runpy
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import ignite.distributed as idist
 import pytest
 import torch
 from ignite.engine import Events
 from torch.nn.utils import parameters_to_vector
 
 from bits import bit_by_bit
-from ignite_train import Trainer, create_trainer
+from ignite_train import Trainer, TrainEvents, create_trainer
 from ignite_train.handlers import Checkpoint
 from processes import DEADLINE_SECONDS
-from programs_by_hand import BY_HAND, ByHand, clip_uncut
-from ranks import run_ranks
+from programs_by_hand import BY_HAND, ByHand, clip_uncut, uncut
+from ranks import RanksFailedError, run_ranks
 from tiers import nightly, slow
 
 FOLDER = Path(__file__).parents[2] / "examples/programs"
@@ -51,11 +56,12 @@ FAST = {
     "stylegan2": 3,  # other forwards for some updates
 }
 UPDATES = {"time_sequence": 3}
-RESUMED_UPDATES = 4
+RESUMED_UPDATES, KILLED_UPDATES = 4, 12
 TWO_TRAINERS = ("dcgan", "wgan_gp")
 # Programs that save themselves, and what counts their rounds.
 ROUNDS = {"ppo": "walkers", "prioritised_replay": "memory", "stylegan2": "loop"}
 ON_DEMAND = (*ROUNDS, "bert", "fixmatch", "pcgrad", "dp_sgd")  # whose ranks may have fewer micro-batches than others, or none
+RANKS, CUTS = (1, 2, 3), (1, 5)  # micro-batches of an update, over all ranks: 2 and 3 ranks have unequal numbers of them
 
 
 def program(name: str, folder: Path = FOLDER) -> Any:
@@ -82,12 +88,35 @@ def factors_that_show(script: Any) -> Iterator[None]:
     script.build = build
 
 
+@contextmanager
+def cut_into(number: int, name: str) -> Iterator[None]:
+    """Within it an update of the program has so many micro-batches, over all ranks, of unlike sizes: some may be empty."""
+    script = program(name)
+
+    def mine(group: list[Any]) -> list[Any]:
+        wholes = uncut(group)
+        ends = [[round(len(whole) * (place / number) ** 1.5) for place in range(1, number)] for whole in wholes]
+        parts = [whole.tensor_split(at) for whole, at in zip(wholes, ends, strict=True)]
+        return list(zip(*parts, strict=True))[idist.get_rank() :: idist.get_world_size()]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "mine", mine)
+        if name == "dp_sgd":
+            patch.setattr(script, "GROUP", number)  # a micro-batch counts for a share of the expected samples
+        yield
+
+
 def ours(name: str, num_updates: int) -> tuple[torch.Tensor, list[float]]:
     """In float64, so that what differs is either rounding or wrong."""
     torch.set_default_dtype(torch.float64)
     with factors_that_show(program(name)):
         model, losses = program(name).train(num_updates)
     return parameters_to_vector(model.parameters()).detach(), losses
+
+
+def ours_cut(number: int, name: str, num_updates: int) -> tuple[torch.Tensor, list[float]]:
+    with cut_into(number, name):
+        return ours(name, num_updates)
 
 
 def by_hand(name: str, num_updates: int) -> tuple[torch.Tensor, list[float]]:
@@ -140,12 +169,27 @@ def test_a_program_is_the_loop_by_hand_on_two_ranks(name: str) -> None:
         assert_equal_to_rounding(found, expected)
 
 
-@pytest.mark.parametrize("name", [slow(name) if name in ("ppo", "bert", "dp_sgd") else nightly(name) for name in ON_DEMAND])
-def test_a_program_is_the_loop_by_hand_on_three_ranks(name: str) -> None:
-    """Of which one has no micro-batch at all."""
-    expected = by_hand(name, 6)
+def in_its_tier(place: int, name: str, ranks: int, *more: int) -> Any:
+    """A case of the two tests below: one in eight is slow, so that each number of ranks has some; the others are nightly."""
+    return slow(name, ranks, *more) if place % 8 == 0 else nightly(name, ranks, *more)
 
-    for found in run_ranks(ours, name, 6, world_size=3):
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "number"),
+    [
+        (name, ranks, number) if (ranks, number) == (1, 5) else in_its_tier(place, name, ranks, number)
+        for place, (number, name, ranks) in enumerate(itertools.product(CUTS, ON_DEMAND, RANKS))
+    ],
+)
+def test_a_program_is_the_loop_by_hand_however_it_is_cut(name: str, ranks: int, number: int) -> None:
+    """One micro-batch of all samples, so that other ranks have none, and five of unlike sizes, on one rank, two and three."""
+    num_updates = max(FAST[name], 3 if ranks == 1 else 6)
+    expected = by_hand(name, num_updates)
+
+    if ranks == 1:
+        assert_equal_to_rounding(ours_cut(number, name, num_updates), expected)
+        return
+    for found in run_ranks(ours_cut, number, name, num_updates, world_size=ranks):
         assert_equal_to_rounding(found, expected)
 
 
@@ -158,46 +202,51 @@ class StoppedError(Exception):
     """Ends a program in the middle."""
 
 
-def saved(name: str, directory: Path, stop_after: int = 0) -> Any:
-    """Trains a program that saves every second update of its last trainer; it may fail after the update of this number.
+def saved(name: str, directory: Path, num_updates: int, watch: Callable[[Trainer], Any], every: int = 2) -> Any:
+    """Trains a program that saves now and then the updates of its last trainer; one that has rounds saves them itself.
 
-    One that has rounds saves them itself, and fails after the first update of the round of this number.
+    `watch` gets each trainer.
     """
-    script, made = program(name), {}
+    script, made = program(name), dict[str, Any]()
 
     def create(model: torch.nn.Module, optimizer: Any, forward: Any, **arguments: Any) -> Trainer:
         trainer = create_trainer(model, optimizer, forward, **arguments)
+        watch(trainer)
         if not made and name in TWO_TRAINERS:
             made.update(net=model, optimizer=optimizer, trainer=trainer)
-            return trainer
-        if name not in ROUNDS:
-            Checkpoint(directory, every=2, to_save=made).attach(trainer)
-        trainer.add_event_handler(Events.ITERATION_COMPLETED(event_filter=is_due), fail)
+        elif name not in ROUNDS:
+            Checkpoint(directory, every=every, to_save=made).attach(trainer)
         return trainer
-
-    def is_due(trainer: Any, number: int) -> bool:
-        if name in ROUNDS:
-            if trainer.checkpoint is None:
-                return False  # the other trainer of the round
-            number = trainer.checkpoint.to_save[ROUNDS[name]].rounds + 1
-        return number == stop_after
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "create_trainer", create)
-        model, losses = script.train(RESUMED_UPDATES, *((directory,) if name in ROUNDS else ()))
+        model, losses = script.train(num_updates, *((directory,) if name in ROUNDS else ()))
     return bit_by_bit(model.state_dict()), losses
 
 
-def fail() -> None:
-    raise StoppedError
-
-
 def saved_twice(name: str, directory: Path) -> tuple[Any, Any]:
-    """What a program comes to in one piece, and in two: the second continues after the second update."""
-    whole = saved(name, directory / "whole")
+    """What a program comes to in one piece, and in two: the second continues after the second update.
+
+    It fails after the third update of the trainer that saves, or after the first one of the third round.
+    """
+
+    def is_due(trainer: Any, number: int) -> bool:
+        if trainer.checkpoint is None:
+            return False  # the other trainer of the round
+        return (trainer.checkpoint.to_save[ROUNDS[name]].rounds + 1 if name in ROUNDS else number) == 3
+
+    def fail() -> None:
+        raise StoppedError
+
+    whole = saved(name, directory / "whole", RESUMED_UPDATES, lambda trainer: None)
     with pytest.raises(StoppedError):
-        saved(name, directory / "stopped", stop_after=3)
-    return whole, saved(name, directory / "stopped")
+        saved(
+            name,
+            directory / "stopped",
+            RESUMED_UPDATES,
+            lambda trainer: trainer.add_event_handler(Events.ITERATION_COMPLETED(event_filter=is_due), fail),
+        )
+    return whole, saved(name, directory / "stopped", RESUMED_UPDATES, lambda trainer: None)
 
 
 def check_resumed(whole: Any, resumed: Any) -> None:
@@ -218,6 +267,53 @@ def test_a_program_that_failed_resumes_bitwise_on_two_ranks(name: str, tmp_path:
     """As above."""
     for whole, resumed in run_ranks(saved_twice, name, tmp_path):
         check_resumed(whole, resumed)
+
+
+class Reaper:
+    """Counts moments inside the updates of a program on this rank, and ends all ranks at one of them as `kill -9` does."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.seen = at, 0
+        others = idist.all_gather(os.getpid())
+        self._pids = sorted(map(int, others if isinstance(others, (list, torch.Tensor)) else [others]), key=os.getpid().__eq__)
+
+    def watch(self, trainer: Trainer) -> None:
+        for event in (TrainEvents.FORWARD_COMPLETED, TrainEvents.STEP_COMPLETED, Events.ITERATION_COMPLETED):
+            trainer.add_event_handler(event, self)
+
+    def __call__(self) -> None:
+        self.seen += 1
+        if self.seen == self.at:
+            for pid in self._pids:  # this one is the last
+                os.kill(pid, signal.SIGKILL)
+
+
+def life(name: str, directory: Path, at: int = 0, victim: int = 0) -> tuple[Any, list[float], int]:
+    """What a program comes to that saves each update or round, and how many moments it had; one rank may end it before."""
+    reaper = Reaper(at if idist.get_rank() == victim else 0)
+    with cut_into(5, name):
+        return (*saved(name, directory, KILLED_UPDATES, reaper.watch, every=1), reaper.seen)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [in_its_tier(place, *case) for place, case in enumerate(itertools.product(ON_DEMAND, RANKS))]
+)
+def test_a_program_that_is_killed_twice_resumes_bitwise(name: str, ranks: int, tmp_path: Path) -> None:
+    """At a random moment of a random update, with accumulation, on one rank, two and three."""
+    chance = random.Random(f"{name} {ranks}")  # noqa: S311
+    whole = run_ranks(life, name, tmp_path / "whole", world_size=ranks)
+    victim = chance.randrange(ranks)
+    moments = whole[victim][2]
+    for first, last in ((moments // 2, 3 * moments // 4), (1, moments // 5)):
+        with pytest.raises(RanksFailedError, match=f"rank {victim}: died without a word, with exit code -9"):
+            run_ranks(life, name, tmp_path / "killed", chance.randint(first, last), victim, world_size=ranks)
+
+    for (bits, numbers, _), (found, rest, _) in zip(
+        whole, run_ranks(life, name, tmp_path / "killed", world_size=ranks), strict=True
+    ):
+        assert found == bits
+        assert 0 < len(rest) < len(numbers)
+        assert rest == numbers[-len(rest) :]
 
 
 @pytest.mark.slow

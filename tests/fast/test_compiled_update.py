@@ -1124,6 +1124,15 @@ def loss_with_predictions(model: nn.Module, batch: Batch) -> ForwardOutput:
     return output._replace(outputs=(model(batch[0]), batch[1]))
 
 
+def loss_of_terms(model: nn.Module, batch: Batch) -> ForwardOutput:
+    output = summed_loss(model, batch)
+    return ForwardOutput({"squares": (output.loss, output.sample_size), "sizes": (model(batch[0]).sum(), 2 * len(batch[0]))})
+
+
+def sizes_of_terms(batch: Batch) -> dict[str, int]:
+    return {"squares": len(batch[1]), "sizes": 2 * len(batch[0])}
+
+
 def stateful_loss(model: nn.Module, batch: Batch, state: Any) -> ForwardOutput:
     assert state.iteration > 0
     return summed_loss(model, batch)
@@ -1154,6 +1163,11 @@ OBSTACLES: dict[str, tuple[dict[str, Any], Callable[[Setup], None] | None, str]]
     "out-of-memory": ({"on_out_of_memory": "skip"}, None, "on_out_of_memory is 'skip'"),
     "keep-gradients": ({"keep_gradients": True}, None, "keep_gradients is True"),
     "closure": ({"closure": True}, None, "closure is True"),
+    "terms": (
+        {"forward": loss_of_terms, "sample_sizes": sizes_of_terms},
+        None,
+        "sample_sizes counts micro-batches before the first forward",
+    ),
     "optimizer": ({"optimizer": partial(torch.optim.RMSprop, lr=0.01)}, None, "the step of RMSprop is not known"),
     "several": ({"optimizer": halves_of}, None, "several optimizers"),
 }

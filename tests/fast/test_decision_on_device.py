@@ -412,10 +412,10 @@ def test_gradients_elsewhere_keep_the_order(elsewhere, build, micro_batches):
     trainer.run(micro_batches)
     model[0].weight.grad = torch.ones(8, 4)
     update: Any = trainer.process
-    assert update.cross._why_not_queued(trainer) is None
+    assert update.gather._why_not_queued(trainer) is None
     for kinds in (set(), {(torch.device(name), torch.float32) for name in ("cpu", "cuda:0")}):
         update.gather.gradients.kinds = kinds
-        assert update.cross._why_not_queued(trainer) == "gradients are not on the device of the loss"
+        assert update.gather._why_not_queued(trainer) == "gradients are not on the device of the loss"
 
 
 def test_float64_keeps_the_order(elsewhere, queued, build, micro_batches):

@@ -13,7 +13,7 @@ from torch import nn
 import cuts
 from bits import bit_by_bit
 from ignite_train import create_evaluator, create_trainer
-from ignite_train.handlers import Checkpoint, OptimizerModes, Validation
+from ignite_train.handlers import Checkpoint, ModelEMA, OptimizerModes, Validation
 from mistakes import Mistake, assert_one_line
 
 DATA = cuts.cut(cuts.samples(), [8] * 4)
@@ -85,6 +85,21 @@ def job(directory: Path | None = None, *, validates: bool = True) -> Any:
     OptimizerModes(optimizer).attach(trainer, evaluator=evaluator)
     evaluator.add_event_handler(Events.COMPLETED, lambda: losses.append(evaluator.state.metrics["loss"]))
     return trainer, model, optimizer, evaluator, losses
+
+
+@pytest.mark.parametrize("modes_first", [True, False])
+def test_an_average_and_the_modes_are_undone_in_reverse_order(modes_first: bool) -> None:
+    """Both change the weights for an evaluation, each from what the other one has made of them."""
+    trainer, model, optimizer, _, _ = job(validates=False)
+    ema, evaluator = ModelEMA(0.5), create_evaluator(model, cuts.forward)
+    ema.attach(trainer)
+    steps = [lambda: OptimizerModes(optimizer).attach(trainer, evaluator=evaluator), lambda: ema.use_in(evaluator)]
+    for step in steps if modes_first else reversed(steps):
+        step()
+    trainer.run(DATA, max_epochs=1)
+    before = bit_by_bit(model.state_dict())
+    evaluator.run(DATA)
+    assert bit_by_bit(model.state_dict()) == before
 
 
 def test_the_score_is_that_of_the_average() -> None:

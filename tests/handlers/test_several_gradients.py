@@ -179,31 +179,6 @@ def test_none_leaves_the_gradient_as_it_is() -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-12)
 
 
-def test_the_trace_of_the_covariance_of_single_samples() -> None:
-    """As docs/programs.md computes the gradient noise scale: from a log of squared norms and the norm of the mean."""
-    x, y, _ = cuts.samples()
-
-    def squares(model: nn.Module, sample: cuts.Sample) -> ForwardOutput:
-        losses = (model(sample[0]).squeeze(-1) - sample[1]).square()
-        norms = [
-            torch.cat([g.flatten() for g in torch.autograd.grad(one, [*model.parameters()], retain_graph=True)])
-            for one in losses
-        ]
-        logs = {"squares": (torch.stack(norms).square().sum(), len(norms))}
-        return ForwardOutput(losses.sum(), len(losses), logs=logs)
-
-    model = cuts.linear()
-    residual = 2 * (model(x).squeeze(-1) - y).detach()
-    single = torch.cat([residual[:, None] * x, residual[:, None]], dim=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = create_trainer(model, optimizer, squares, accumulation_steps=2, protect=False)
-    record = trainer.run(cuts.cut(cuts.samples(), [40, 24]), max_epochs=1).update_output
-    assert record is not None
-    size = record.sample_size
-    trace = (record.logs["squares"] / record.log_weights["squares"] - record.grad_norm**2) * size / (size - 1)
-    assert trace == pytest.approx(float(single.T.cov().trace()), rel=1e-10)
-
-
 def test_other_handlers_see_what_was_made() -> None:
     """Also one that was attached before, such as one that adds noise."""
     model, seen = Heads(), []

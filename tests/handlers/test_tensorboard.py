@@ -121,7 +121,7 @@ def test_records_of_many_numbers(tmp_path: Path, number: int) -> None:
     for index, update in enumerate([0, 1, 127, 128, 16_383, 16_384, 2**21 - 1, 2**21, 2**40]):
         for tags in range(number, number + 4):
             numbers = {f"train/{tag}": (-1.5) ** (tag % 60) + index for tag in range(tags)}
-            file.add_numbers(tuple(numbers), [*numbers.values()], update)
+            file.add_numbers(numbers, update)
             expected.append((update, {tag: float(np.float32(value)) for tag, value in numbers.items()}))
     file.close()
     _, _, *events = events_of(tmp_path)
@@ -133,7 +133,7 @@ def test_an_event_file_is_what_torch_writes(tmp_path: Path) -> None:
     rows = [{"train/loss": 0.1, "b": float("nan")}, {"train/loss": 1e300, "b": -0.0}, {"b": 7.0}, {"train/loss": 2.0, "b": 3.0}]
     ours, torchs = EventFile(tmp_path / "ours", 3), SummaryWriter(str(tmp_path / "torch"), purge_step=3)
     for update, row in enumerate(rows, start=2**20):
-        ours.add_numbers(tuple(row), [*row.values()], update)
+        ours.add_numbers(row, update)
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in row.items()]
         torchs.file_writer.add_summary(Summary(value=values), update)  # type: ignore[union-attr]
     ours.add(text("note", "hello" * 2000), 5)  # type: ignore[no-untyped-call]
@@ -249,11 +249,18 @@ def test_histograms_of_a_mean_loss_and_of_an_update_without_samples(tmp_path: Pa
     assert found["weights.gradients/weight"] == found["weights.updates/weight"] == [1, 3, 4]
 
 
-def test_without_histograms_nothing_stands_before_the_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("histograms", "expected"), [(None, []), (3, [3, 6])])
+def test_without_histograms_nothing_stands_before_the_step(tmp_path: Path, histograms: Any, expected: list[int]) -> None:
     """A handler of GRADIENTS_READY would keep an accelerator from queueing it."""
-    trainer, _ = make()
-    TensorBoard(tmp_path).attach(trainer)
-    assert not trainer.has_handlers(TrainEvents.GRADIENTS_READY)
+    trainer, found = make()[0], []
+    TensorBoard(tmp_path, histograms=histograms).attach(trainer)
+    listens = lambda: trainer.has_handlers(TrainEvents.GRADIENTS_READY)  # noqa: E731
+    trainer.add_event_handler(
+        TrainEvents.BACKWARD_COMPLETED, lambda: found.extend([trainer.state.iteration] if listens() else [])
+    )
+    trainer.run(DATA, max_epochs=1)
+    assert sorted(set(found)) == expected
+    assert not listens()
 
 
 def test_a_histogram_leaves_out_what_is_not_finite(tmp_path: Path) -> None:
@@ -655,7 +662,7 @@ def test_evaluations_without_updates_are_not_collected(tmp_path: Path) -> None:
     handler.attach(trainer, EVERY(every=2), evaluator=evaluator)
     for _ in range(5):
         evaluator.run(DATA)
-    assert len(handler._points) == 1
+    assert handler._points.keys() == {"validation/loss", "validation/samples"}
     assert handler.state_dict()["points"]["validation/loss"] == evaluator.state.metrics["loss"]
 
 

@@ -226,24 +226,8 @@ def test_a_perplexity_beyond_floats_is_infinite() -> None:
     assert trainer.run(DATA, max_epochs=1).metrics["perplexity"] == math.inf
 
 
-@pytest.mark.parametrize("kept", [1, 4])
-def test_means_do_not_depend_on_when_records_are_added_up(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
-    """Bit by bit: an interval of 7 updates, of which at most 1 or 4 records are kept, and one is a skip."""
-
-    def job() -> dict[str, Any]:
-        forward = InfiniteIn(3)
-        trainer = forward.trainer = make(forward, on_nonfinite="skip", max_grad_norm=1.0)
-        TrainingMetrics().attach(trainer, EVERY(every=7))
-        return untimed(trainer.run(DATA, max_iters=7).metrics)
-
-    expected = job()
-    monkeypatch.setattr(training_metrics, "_MAX_PENDING", kept)
-    assert job() == expected
-
-
-def test_a_long_interval_does_not_keep_all_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are added up from time to time, so that an interval of any length needs a bounded memory."""
-    monkeypatch.setattr(training_metrics, "_MAX_PENDING", 4)
+def test_a_long_interval_does_not_keep_all_its_records() -> None:
+    """They are added up in each update, so that an interval of any length needs a bounded memory."""
     trainer, counted = make(), list[int]()
     TrainingMetrics().attach(trainer, Events.COMPLETED)
     for update in (1, 18):

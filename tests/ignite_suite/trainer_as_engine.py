@@ -46,6 +46,9 @@ class Processing:
         trainer.state.num_micro_batches += 1
         return output
 
+    def choose(self, trainer: Trainer) -> None:
+        """There is nothing to choose."""
+
     def named_gradients(self) -> dict[str, Any]:
         return {}
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train import ForwardOutput, UpdateOptions, create_trainer
-from ignite_train.model.memory_layout import share_memory, sharing_memory
+from ignite_train.model.gradients import share_memory, sharing_memory
 from ranks import run_ranks
 from tiers import slow
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 from ignite.distributed.comp_models.base import _SerialModel
 from ignite.engine import CallableEventWithFilter, Engine, Events, State, _prepare_batch
-from ignite.metrics import EpochMetric, Precision
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,12 +87,6 @@ def assert_allowed_event() -> bool:
     return seen == [Events.STARTED]
 
 
-def process_function() -> bool:
-    """`Engine._process_function` is the function that the engine was made with."""
-    function = lambda engine, batch: None  # noqa: E731
-    return Engine(function)._process_function is function
-
-
 def update_attrs() -> bool:
     """`State._update_attrs()` gives the state an attribute for each counter in its `event_to_attr`."""
     state = State()
@@ -106,28 +99,6 @@ def prepare_batch() -> bool:
     """`ignite.engine._prepare_batch(batch, device, non_blocking)` is the default of the supervised functions."""
     x, y = _prepare_batch((torch.ones(1), torch.zeros(1)), device="cpu", non_blocking=False)
     return bool(x == 1) and bool(y == 0)
-
-
-def predictions() -> bool:
-    """`EpochMetric` keeps lists `_predictions` and `_targets`, and looks `idist.all_gather` up when it computes."""
-    metric = EpochMetric(lambda predictions, targets: 0.0, check_compute_fn=False)
-    metric.update((torch.ones(2), torch.zeros(2)))
-    kept = [part.tolist() for part in (*metric._predictions, *metric._targets)]
-    looks_up = "idist.all_gather" in inspect.getsource(EpochMetric.compute)
-    return kept == [[1.0, 1.0], [0.0, 0.0]] and looks_up
-
-
-def learnt_by_classification() -> bool:
-    """`_type` and `_num_classes` of a metric of classification are None before the first batch."""
-    metric = Precision()
-    before = (metric._type, metric._num_classes)
-    metric.update((torch.eye(3), torch.arange(3)))
-    return before == (None, None) and (metric._type, metric._num_classes) == ("multiclass", 3)
-
-
-def device_of_a_metric() -> bool:
-    """`Metric._device` is where a metric adds up."""
-    return Precision(device="cpu")._device == torch.device("cpu")
 
 
 def computation_model() -> bool:
@@ -155,12 +126,8 @@ PARTS: dict[str, tuple[str, str, Callable[[], bool]]] = {
     "_parent": (r"\._parent\b", "engine/dispatch.py", parent),
     "_fire_event": (r"def _fire_event\b", "engine/dispatch.py", fire_event),
     "_assert_allowed_event": (r"\b_assert_allowed_event\b", "engine/dispatch.py", assert_allowed_event),
-    "_process_function": (r"\._process_function\b", "engine/dispatch.py", process_function),
     "_update_attrs": (r"\._update_attrs\b", "engine/dispatch.py", update_attrs),
-    "_predictions": (r'"_predictions"', "evaluation/uneven_metrics.py", predictions),
-    "_num_classes": (r'"_num_classes"', "evaluation/uneven_metrics.py", learnt_by_classification),
-    "_device": (r"metric\._device\b", "evaluation/uneven_metrics.py", device_of_a_metric),
-    "_model": (r"\b_SerialModel\b|\b_need_to_sync\b", "tools/trial.py", computation_model),
+    "_model": (r"\b_SerialModel\b|\b_need_to_sync\b", "ranks/computation_model.py", computation_model),
     "_prepare_batch": (r"import .*\b_prepare_batch\b", "create.py", prepare_batch),
 }
 

@@ -34,14 +34,14 @@ class FewMembers:
     """Stands in for `Members`: this process alone, with changes at given updates."""
 
     def __init__(self, changes: dict[int, int] | None = None) -> None:
-        self.rank, self.size, self.num_changes = 0, 1, 0
+        self.rank, self.size, self.num_changes, self.is_stopped = 0, 1, 0, False
         self.changes, self.step = dict(changes or {}), 0
         self.restored: list[int] = []
 
     def join(self, step: Callable[[], int], capture: Callable[[], Any], restore: Callable[[Any], None]) -> None:
         self.capture, self.restore, self.step = capture, restore, step()
 
-    def part(self, step: Callable[[], int]) -> None:
+    def part(self, step: Callable[[], int], *, stopped: bool) -> None:
         pass
 
     def leave(self) -> None:

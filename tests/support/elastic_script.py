@@ -1,6 +1,7 @@
 """A script of a user that trains over elastic replicas in float64 and writes at its end what each update was made of.
 
-Arguments: the directory, the epochs, the samples, seconds that each forward sleeps, and the kind of batches.
+Arguments: the directory, the epochs, the samples, seconds that each forward sleeps, and the kind of batches. `elastic_runs`
+calls it with a function that is told where a replica is.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,10 @@ from ignite_train import (
     TokenBudgetSampler,
     TrainEvents,
     UpdateOptions,
+    create_evaluator,
     create_trainer,
 )
-from ignite_train.handlers import LearningRateSchedule
+from ignite_train.handlers import Checkpoint, EarlyStopping, HangWatch, LearningRateSchedule, Validation
 
 
 class Samples(torch.utils.data.Dataset):
@@ -85,7 +89,66 @@ def values(model: nn.Module) -> dict[str, Any]:
     return {name: value.tolist() for name, value in model.state_dict().items()}
 
 
-def main(directory: str, epochs: int, number: int, seconds: float, batches: str) -> None:
+def tell_places(trainer: Any, optimizer: torch.optim.Optimizer, history: History, reach: Callable[[str], None]) -> None:
+    """Has `reach` told of each place in the update that the script itself does not come through."""
+    members = trainer.process.members
+
+    def told(function: Callable[..., Any], before: str = "", after: str = "") -> Callable[..., Any]:
+        @wraps(function)
+        def call(*arguments: Any) -> Any:
+            reach(before)
+            result = function(*arguments)
+            reach(after)
+            return result
+
+        return call
+
+    members.sum = told(members.sum, "reduction")
+    members.commit = told(members.commit, "commit", "commit")
+    join = members.join
+
+    def joining(step: Any, capture: Any, restore: Any) -> None:
+        join(step, told(capture, "healing another", "healing another"), told(restore, "being healed", "being healed"))
+
+    members.join = joining
+    optimizer.register_step_pre_hook(lambda *_: reach("step"))
+    optimizer.register_step_post_hook(lambda *_: reach("step"))
+
+
+def validate_and_save(trainer: Any, directory: Path, number: int, reach: Callable[[str], None]) -> None:
+    """Attaches what a run has besides its updates, with directories of this replica's own."""
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        reach("evaluation")
+        _, x, y = micro_batch
+        return ForwardOutput((model(x) - y).square().sum(), sample_size=len(y))
+
+    evaluator = create_evaluator(trainer.model, forward)
+    validation = ResumableLoader(Samples(number // 4), batch_size=6, shuffle=False)
+    Validation(evaluator, validation, sanity=0).attach(trainer, Events.ITERATION_COMPLETED(every=5))
+    EarlyStopping(evaluator, patience=10**6).attach(trainer)
+
+    class Saves:
+        def state_dict(self) -> dict[str, int]:
+            reach("save")
+            return {"zero": 0}
+
+        def load_state_dict(self, state_dict: dict[str, int]) -> None:
+            pass
+
+    saves = os.environ.get("SAVES", os.environ["IGNITE_TRAIN_REPLICA"])
+    Checkpoint(directory / f"saves-{saves}", every=4, to_save={"saves": Saves()}).attach(trainer)
+
+
+def hang_once(path: Path) -> None:
+    if not path.exists():
+        path.touch()
+        time.sleep(10**6)
+
+
+def main(
+    directory: str, epochs: int, number: int, seconds: float, batches: str, reach: Callable[[str], None] | None = None
+) -> None:
     torch.manual_seed(int.from_bytes(os.urandom(4), "little"))  # replicas begin with other weights, and become equal
     model, history = make_model(), History(number)
     optimizer, schedule = make_optimizer(model)
@@ -95,7 +158,13 @@ def main(directory: str, epochs: int, number: int, seconds: float, batches: str)
         for index in indices.tolist():
             history.counts[index] += 1
         time.sleep(seconds)
-        return ForwardOutput((model(x) - y).square().sum(), sample_size=len(y))
+        if trainer.state.iteration == 3 and os.environ["IGNITE_TRAIN_REPLICA"] == os.environ.get("HANGS"):
+            hang_once(Path(directory) / "hung")
+        loss = (model(x) - y).square().sum()
+        if reach is not None:
+            reach("forward")
+            loss.register_hook(lambda gradient: reach("backward"))
+        return ForwardOutput(loss, sample_size=len(y))
 
     def begin(trainer: Any) -> None:
         if trainer.state.micro_batch_in_group == 0:
@@ -109,6 +178,8 @@ def main(directory: str, epochs: int, number: int, seconds: float, batches: str)
     def say_begun(trainer: Any) -> None:
         if trainer.state.iteration == 2:
             (Path(directory) / "begun").touch()
+        if (Path(directory) / "enough").exists():
+            trainer.terminate()
 
     options = UpdateOptions(reduction="elastic")
     trainer = create_trainer(model, optimizer, forward, accumulation_steps=2, seed=5, options=options)
@@ -118,6 +189,11 @@ def main(directory: str, epochs: int, number: int, seconds: float, batches: str)
     trainer.add_event_handler(TrainEvents.STEP_COMPLETED, history)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, say_begun)
     LearningRateSchedule(schedule).attach(trainer)
+    if reach is not None:
+        tell_places(trainer, optimizer, history, reach)
+        validate_and_save(trainer, Path(directory), number, reach)
+    if "HANGS" in os.environ:
+        HangWatch(timeout_seconds=4).attach(trainer)
     if batches == "tokens":
         sampler = TokenBudgetSampler([1 + index % 3 for index in range(number)], max_tokens=5, shuffle=True, seed=3)
         loader = ResumableLoader(Samples(number), batches=sampler, seed=3)

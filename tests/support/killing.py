@@ -191,10 +191,6 @@ class HaltingDisk(Disk):
         self._halt.before("save")
         super().close(descriptor)
 
-    def link(self, source: Path, target: Path) -> None:
-        self._halt.before("save")
-        super().link(source, target)
-
     def rename(self, source: Path, target: Path) -> None:
         self._phase = "rename" if is_checkpoint_name(target.name) else "prune"
         self._halt.before(self._phase)

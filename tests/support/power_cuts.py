@@ -59,10 +59,6 @@ class Recorder(Disk):
         super().close(descriptor)
         self.note("close", self._open.pop(descriptor))
 
-    def link(self, source: Path, target: Path) -> None:
-        super().link(source, target)
-        self.note("link", source, target)
-
     def rename(self, source: Path, target: Path) -> None:
         super().rename(source, target)
         self.note("rename", source, target)
@@ -158,9 +154,6 @@ def _apply(root: _Directory, operation: Operation) -> None:
         node = here.entries[name]
         here.change(name, None)
         target.change(new_name, node)
-    elif kind == "link":
-        target, new_name = root.find(arguments[1])
-        target.change(new_name, here.entries[name])
     elif kind == "sync_directory":
         node = here.entries[name] if name else here
         assert isinstance(node, _Directory)

@@ -15,7 +15,7 @@ from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.manifest import Manifest, compact_json
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.retention import Retention
-from ignite_train.checkpoint.shards import own_piece
+from ignite_train.checkpoint.tensor_files import own_piece
 from ignite_train.checkpoint.tree import TreeEncoder
 from ignite_train.ranks import collectives
 

@@ -141,6 +141,40 @@ def test_a_part_that_raises_does_not_hold_the_others_up(closes: bool) -> None:
     assert [part.ends for part in parts] == [["mark", (how, *ending)] for how in ("keep", "put back", "keep")]
 
 
+def test_an_update_that_has_moved_does_not_end_as_a_skip() -> None:
+    """Host and device decide from the same numbers; if they ever differ, the run ends and does not count a skip."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    watch = StepWatch(optimizer)
+    journal = Journal(watch)
+
+    def run() -> None:
+        with journal as opened:
+            watch.enter(optimizer)
+            opened.close(End.SKIPPED, applied=False)
+
+    with pytest.raises(AssertionError):
+        run()
+    assert journal.ending.end is End.BROKEN_AFTER
+
+
+@pytest.mark.parametrize("event", ["FORWARD_COMPLETED", "BACKWARD_COMPLETED", "GRADIENTS_REDUCED", "GRADIENTS_READY"])
+def test_a_handler_that_comes_within_an_update_is_called_in_it(event: str) -> None:
+    """What depends on the handlers is chosen when they come and go, also while an update runs."""
+    trainer, _ = made()
+    fired: list[int] = []
+
+    def come() -> None:
+        handle = trainer.add_event_handler(TrainEvents[event], lambda: fired.append(trainer.state.iteration))
+        trainer.add_event_handler(TrainEvents.STEP_COMPLETED(once=2), handle.remove)
+
+    trainer.add_event_handler(TrainEvents.MICRO_BATCH_STARTED(once=2), come)
+    batch = torch.randn(4, 3), 4.0
+    for _ in range(3):
+        trainer.update([batch, batch])
+    times = 2 if event in ("FORWARD_COMPLETED", "BACKWARD_COMPLETED") else 1
+    assert fired == [1] + [2] * times
+
+
 @pytest.mark.parametrize("update", [1, 3])
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d, nn.LayerNorm])
 def test_a_trace_that_was_left_is_told_at_the_first_save(

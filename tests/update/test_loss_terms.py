@@ -12,11 +12,23 @@ import pytest
 import torch
 from ignite.engine import Events
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import cuts
-from ignite_train import ForwardContractError, ForwardOutput, Trainer, UpdateOptions, create_evaluator, create_trainer, only
+from ignite_train import (
+    ForwardContractError,
+    ForwardOutput,
+    Trainer,
+    UpdateOptions,
+    count_traffic,
+    create_evaluator,
+    create_trainer,
+    only,
+)
 from ignite_train.handlers import LearningRateSchedule, ModelEMA, MomentumTeacher, TrainingMetrics
 from ranks import run_ranks
+from tiers import nightly, slow
 
 NUM_EPOCHS = 3
 MAX_NORM = 0.5
@@ -57,7 +69,8 @@ def by_hand(*, clip: float | None) -> tuple[Tensor, dict[str, float]]:
 
 
 def weights_of(model: nn.Module) -> list[float]:
-    found: list[float] = nn.utils.parameters_to_vector(model.parameters()).tolist()
+    parameters = [one.full_tensor() if isinstance(one, DTensor) else one for one in model.parameters()]
+    found: list[float] = nn.utils.parameters_to_vector(parameters).tolist()
     return found
 
 
@@ -94,7 +107,9 @@ def test_each_cut_is_one_batch(cut: Sequence[int], clip: float | None, fast: boo
 
 def on_ranks(shards: Sequence[Sequence[int]], way: str) -> tuple[list[float], dict[str, float]]:
     model = cuts.linear()
-    wrapped = idist.auto_model(model) if way == "ddp" else model
+    wrapped = idist.auto_model(model) if way in ("ddp", "auto") else model
+    if way == "fsdp":
+        fully_shard(model)
     trainer = create_trainer(
         wrapped,
         torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE),
@@ -108,14 +123,86 @@ def on_ranks(shards: Sequence[Sequence[int]], way: str) -> tuple[list[float], di
     return weights_of(model), trainer.state.update_output.losses
 
 
-@pytest.mark.parametrize("way", ["ddp", "explicit"])
-@pytest.mark.parametrize("shards", [[[30, 10], [24]], [[40, 0, 24], []], [[20], [4, 4], [36]]], ids=str)
+SHARDS = ([[30, 10], [24]], [[40, 0, 24], []], [[20], [4, 4], [36]], [[0, 30], [1, 2, 3], [28]])
+
+
+@pytest.mark.parametrize(
+    ("shards", "way"),
+    [
+        *[(shards, way) for shards in SHARDS[:3] for way in ("ddp", "explicit")],
+        *[slow(shards, way) for shards in SHARDS[1:3] for way in ("auto", "fsdp")],
+        *[nightly(shards, way) for shards in (SHARDS[0], SHARDS[3]) for way in ("auto", "fsdp")],
+        *[nightly(SHARDS[3], way) for way in ("ddp", "explicit")],
+    ],
+    ids=str,
+)
 def test_ranks_are_one_batch(shards: list[list[int]], way: str) -> None:
     """Two and three of them, with a rank without data: one small collective tells the denominators before any forward."""
     weights, losses = by_hand(clip=None)
     for found, own in run_ranks(on_ranks, shards, way, world_size=len(shards)):
         assert found == pytest.approx(weights.tolist(), rel=1e-12)
         assert own == pytest.approx(losses, rel=1e-12)
+
+
+def in_order() -> list[list[str]]:
+    """What happens in the second update of two micro-batches, and its collectives; the same of an update with one loss."""
+    happened: list[str] = []
+    seen: list[list[str]] = []
+
+    def counted(sample: cuts.Sample) -> dict[str, float]:
+        happened.append("count")
+        return sizes(sample)
+
+    def noted(model: nn.Module, sample: cuts.Sample) -> ForwardOutput:
+        happened.append("forward")
+        return forward(model, sample)
+
+    for user_forward, options in ((noted, {"sample_sizes": counted}), (cuts.forward, {})):
+        model = cuts.linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE)
+        update_options = UpdateOptions(reduction="explicit", **options)  # type: ignore[arg-type]
+        trainer = create_trainer(model, optimizer, user_forward, accumulation_steps=2, protect=False, options=update_options)
+        with trainer.session():
+            trainer.update(cuts.shard([[20, 12], [20, 12]]))
+            happened.clear()
+            with count_traffic() as traffic:
+                trainer.update(cuts.shard([[20, 12], [20, 12]]))
+        seen += [[*happened], [one.name for one in traffic.collectives]]
+    return seen
+
+
+def test_the_whole_group_is_counted_before_its_first_forward() -> None:
+    """In one small collective more than an update with one loss has."""
+    for happened, with_terms, _, without in run_ranks(in_order):
+        assert happened == ["count", "count", "forward", "forward"]
+        assert with_terms == ["allreduce_", *without]
+
+
+def refused_on_a_rank() -> str:
+    _, trainer = make(sample_sizes=None, reduction="explicit")
+    with pytest.raises(ForwardContractError) as raised:
+        trainer.run([cuts.samples()])
+    return str(raised.value)
+
+
+@pytest.mark.slow
+def test_one_micro_batch_on_each_rank_needs_the_function() -> None:
+    """Its denominators are those of all ranks, which no rank knows before backward."""
+    for message in run_ranks(refused_on_a_rank):
+        assert "pass options=UpdateOptions(sample_sizes=function)" in message
+
+
+def nothing_anywhere() -> tuple[Any, bool]:
+    model, trainer = make(reduction="explicit")
+    before = weights_of(model)
+    trainer.run(cuts.shard([[0, 0], [0]]), max_epochs=1)
+    assert trainer.state.update_output is not None
+    return trainer.state.update_output.skipped_reason, weights_of(model) == before
+
+
+@pytest.mark.slow
+def test_an_update_without_a_sample_on_any_rank_is_skipped() -> None:
+    assert run_ranks(nothing_anywhere) == [("no_samples", True)] * 2
 
 
 def test_a_closure_evaluates_the_same_objective() -> None:

@@ -112,8 +112,8 @@ def test_the_device_steps_along_the_sum_too(monkeypatch, build, micro_batches, m
     monkeypatch.setattr(to_host, "_HOST", "nowhere")
     _, _, trainer = there = build(**arguments)
     queued: list[Any] = []
-    step_if = type(trainer.process.stepper).step_if
-    monkeypatch.setattr(type(trainer.process.stepper), "step_if", lambda *a: (queued.append(1), step_if(*a)))
+    step_if = type(trainer.process.gather.stepper).step_if
+    monkeypatch.setattr(type(trainer.process.gather.stepper), "step_if", lambda *a: (queued.append(1), step_if(*a)))
     trainer.run(micro_batches)
     assert len(queued) == len(micro_batches)
     assert bit_by_bit([here.model.state_dict(), here.optimizer.state_dict()]) == bit_by_bit(

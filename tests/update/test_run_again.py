@@ -187,7 +187,7 @@ def searched(kind: str) -> tuple[Any, Any]:
     for searches in (True, False):
         run = Run(kind)
         if not searches:
-            run.trainer.process.search.explain = lambda *_: None
+            run.trainer.process.parts.search.explain = lambda *_: None
         run.trainer.add_event_handler(TrainEvents.GRADIENTS_READY(once=3), fail)
         with pytest.raises(FloatingPointError):
             run(*micro_batches())

@@ -1,0 +1,193 @@
+"""The parts of the journal: what an update changes besides the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ignite_train.arguments import settings_of
+from ignite_train.model.buffer_rollback import BufferRollback
+from ignite_train.model.gradients import Gradients
+from ignite_train.ranks.statistics import Statistics
+from ignite_train.update.forward_backward import ForwardBackward
+from ignite_train.update.journal import COUNTED, FINITE, Counters, End, Ending, Part
+from ignite_train.update.loss_scaling import LossScaling, NoLossScaling
+from ignite_train.update.nonfinite_search import NonFiniteSearch
+from ignite_train.update.weak_method import WeakMethod
+
+__all__ = ["Buffers", "Parts", "Scale"]
+
+_ENDED_ITSELF = frozenset({End.STEPPED, End.SKIPPED, End.NO_SAMPLES})
+
+
+class Parts:
+    """What an update changes besides the parameters. A part that has nothing to do in this set-up is not in the list of them.
+
+    Args:
+        passes: forward and backward.
+        gradients: of the trainer's optimizers.
+        statistics: the sums of the update.
+        search: remembers the random state.
+        ending: of the running update.
+
+    Attributes:
+        counters, scale, buffers, search: parts of the list.
+        statistics: a list of those that an update adds to; an acceleration may add others.
+        are_chosen: whether the list is what `choose` has given last.
+    """
+
+    def __init__(
+        self, passes: ForwardBackward, gradients: Gradients, statistics: Statistics, search: NonFiniteSearch, ending: Ending
+    ) -> None:
+        self._passes, self._gradients, self.search, self.statistics = passes, gradients, search, [statistics]
+        self.counters, self.scale = Counters(passes.state, ending), Scale(passes.loss_scaling, ending)
+        skips = passes.loss_scaling.enabled or passes.options.on_nonfinite == "skip"
+        self.buffers = Buffers(passes.module, are_marked=skips)
+        self.are_chosen = False
+
+    def mark_everything(self) -> None:
+        """Has each update to come remember what one that is broken off has to put back."""
+        self.buffers.are_marked = self.search.marks_always = True
+        self.are_chosen = False
+
+    def choose(self) -> list[Part]:
+        """The parts, in the order in which they end."""
+        passes, search, gradients = self._passes, self.search, self._gradients
+        carried, counters, scale = passes.carried, self.counters, self.scale
+        cleared_at = frozenset(End) - ({End.STEPPED} if passes.options.keep_gradients else set())
+        parts = [
+            Part(kept_at=COUNTED, keep=counters.keep, put_back=counters.put_back),
+            Part(mark=scale.mark, keep=scale.keep),
+            Part(kept_at=FINITE, mark=carried.begin_update, keep=carried.end_update, put_back=carried.roll_back),
+            self.buffers.part(),
+            # What something else than an update has left in `.grad` is dropped at the mark.
+            Part(kept_at=cleared_at, mark=gradients.clear_stale, keep=gradients.clear),
+            Part(kept_at=_ENDED_ITSELF, put_back=WeakMethod(self._drop_leftovers)),
+        ]
+        if type(passes.loss_scaling) is NoLossScaling:
+            del parts[1]
+        if passes.seeding is not None:
+            parts.append(Part(keep=passes.seeding.end))
+        elif search.may_mark:
+            parts.append(Part(kept_at=COUNTED, mark=search.mark, put_back=search.put_back))
+        self.are_chosen = not self.buffers.is_looking
+        return parts
+
+    def _drop_leftovers(self) -> None:
+        """Drops what an update needs only while it runs, and has dropped itself unless it was broken off."""
+        passes = self._passes
+        passes.state.forward_output = passes.state.micro_batch_in_group = None
+        for statistics in self.statistics:
+            statistics.reset()
+        if passes.transfer is not None:
+            passes.transfer.forget()
+
+
+class Buffers:
+    """The model's buffers. A forward that was not finite has spoilt running statistics; one that is repeated moves them again.
+
+    Args:
+        module: whose buffers.
+        are_marked: whether they are copied in each update.
+
+    Attributes:
+        are_marked: the same; a `Checkpoint` sets it.
+        are_spoilt: whether an update was broken off that has changed them without a mark.
+    """
+
+    def __init__(self, module: nn.Module, *, are_marked: bool) -> None:
+        self._module, self.are_marked, self.are_spoilt = module, are_marked, False
+        self._rollback = BufferRollback(module)
+        self._versions: list[tuple[Tensor, int]] | None = None
+        self._move: bool | None = None  # whether the first update has moved buffers
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether the next update finds out what forward does to them."""
+        return self._move is None and not self.are_marked
+
+    def part(self) -> Part:
+        """What is to be done in each update. Asked again while `is_looking`, and when `are_marked` has changed."""
+        if self.are_marked:
+            return Part(kept_at=FINITE, mark=self._rollback.mark, put_back=self._rollback.roll_back)
+        if self._move is None:
+            return Part(kept_at=FINITE, mark=self._look, keep=self._learn, put_back=self._note_if_moved)
+        return Part(kept_at=FINITE, put_back=self._note)
+
+    def _look(self) -> None:
+        self._versions = self._now()
+
+    def _learn(self) -> None:
+        self._move = self._have_moved()
+
+    def _note_if_moved(self) -> None:
+        self.are_spoilt |= self._have_moved()
+
+    def _note(self) -> None:
+        """Notes that they cannot be put back."""
+        self.are_spoilt |= bool(self._move)
+
+    def _now(self) -> list[tuple[Tensor, int]]:
+        return [(buffer, -1 if buffer.is_inference() else buffer._version) for buffer in self._module.buffers()]
+
+    def _have_moved(self) -> bool:
+        before, now = self._versions or [], self._now()
+        self._versions = None
+        pairs = zip(before, now, strict=False)
+        return len(before) != len(now) or any(one is not other or old != new for (one, old), (other, new) in pairs)
+
+
+class Scale:
+    """The loss scale. It changes when the update has ended, since backward and step must use the same one."""
+
+    def __init__(self, loss_scaling: LossScaling, ending: Ending) -> None:
+        self._loss_scaling, self._ending, self._was_overflow = loss_scaling, ending, False
+
+    def mark(self) -> None:
+        """There was no overflow so far."""
+        self._was_overflow = False
+
+    @property
+    def now(self) -> float:
+        """The scale of the running update."""
+        return self._loss_scaling.scale
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The class and the settings of the policy, where there is one, in plain types; see `Trainer.config`."""
+        policy = self._loss_scaling
+        return {"loss_scaling": {"class": type(policy).__name__, **settings_of(policy)}} if policy.enabled else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the policy, and its class, where there is one."""
+        policy = self._loss_scaling
+        return {"loss_scaling": policy.state_dict()} | ({"scaled_by": type(policy).__name__} if policy.enabled else {})
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes it over. The scale starts fresh where the state has none.
+
+        Raises:
+            ValueError: another class of loss scaling wrote it.
+        """
+        policy, mine = self._loss_scaling, type(self._loss_scaling).__name__
+        if not policy.enabled or state_dict["loss_scaling"] == {}:  # as it is without a loss scaling
+            return
+        if (wrote := state_dict.get("scaled_by", mine)) != mine:
+            raise ValueError(
+                f"{wrote!s:.60} wrote the scale of the loss, and this run has {mine}; pass the loss_scaling that it had, "
+                "or start with a fresh scale by Checkpoint(..., leave_out=('loss_scaling',))"
+            )
+        policy.load_state_dict(state_dict["loss_scaling"])
+
+    def overflow(self) -> bool:
+        """Tells it of an overflow; gives whether the scale fell. It may raise a `LossScaleFloorError`."""
+        self._was_overflow, before = True, self._loss_scaling.scale
+        self._loss_scaling.update(overflow=True)
+        return self._loss_scaling.scale < before
+
+    def keep(self) -> None:
+        """Tells it that there was none."""
+        if not self._was_overflow and (self._ending.applied or self._ending.end is End.SKIPPED):
+            self._loss_scaling.update(overflow=False)

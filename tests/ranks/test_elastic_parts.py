@@ -1,0 +1,316 @@
+"""What assumes a fixed group of ranks, with elastic replicas: each part works, or is refused in one line."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from ignite.metrics import Average
+from test_elastic import ELASTIC, FewMembers, forward, loader, make, with_members
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ignite_train import (
+    ForwardOutput,
+    NoQuorumError,
+    ResumableLoader,
+    attach_metric,
+    create_evaluator,
+    create_trainer,
+)
+from ignite_train.handlers import (
+    Checkpoint,
+    CurvatureMonitor,
+    EarlyStopping,
+    FailureBoard,
+    GradNormConsistency,
+    HangWatch,
+    LearningRateFinder,
+    ModelEMA,
+    ModelSync,
+    OuterOptimizer,
+    ReduceOnPlateau,
+    SeveralGradients,
+    StateConsistency,
+    StepTimer,
+    StopOnSignal,
+    TrainingMetrics,
+    Validation,
+    predict,
+)
+from ignite_train.ranks import members
+
+__all__ = ["with_members"]  # a fixture
+
+
+def outer(trainer: Any) -> None:
+    OuterOptimizer(torch.optim.SGD(trainer.model.parameters(), lr=1.0), every=2).attach(trainer)
+
+
+REFUSED: dict[str, Callable[[Any], object]] = {
+    "StateConsistency": lambda trainer: StateConsistency(trainer.model, trainer.optimizers["optimizer"]).attach(trainer),
+    "GradNormConsistency": lambda trainer: GradNormConsistency().attach(trainer),
+    "OuterOptimizer": outer,
+    "ModelSync": lambda trainer: ModelSync().attach(trainer, create_evaluator(trainer.model, forward)),
+    "SeveralGradients": lambda trainer: SeveralGradients(lambda gradients: gradients["one"]).attach(trainer),
+    "CurvatureMonitor": lambda trainer: CurvatureMonitor(forward).attach(trainer),
+    "attach_metric": lambda trainer: attach_metric(trainer, Average(), "mean"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_part_that_looks_at_one_replica_only_is_refused(with_members: Callable[[FewMembers], None], name: str) -> None:
+    """In one line, when it is attached, since it would be wrong without a word."""
+    with_members(FewMembers())
+
+    with pytest.raises(ValueError, match=rf"^{name}.* must be left out with reduction='elastic': ") as refusal:
+        REFUSED[name](make())
+    assert "\n" not in str(refusal.value)
+
+
+class Distributed(nn.parallel.DistributedDataParallel):
+    """A wrapper without a process group."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
+def sharded() -> nn.Module:
+    """A module with the class that `fully_shard` gives it."""
+    module = nn.Linear(3, 1)
+    module.__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make_model", "name"), [(lambda: Distributed(nn.Linear(3, 1)), "Distributed"), (sharded, "FSDPLinear")]
+)
+def test_a_wrapped_model_is_refused(
+    with_members: Callable[[FewMembers], None], make_model: Callable[[], nn.Module], name: str
+) -> None:
+    """In one line, when the trainer is made."""
+    with_members(FewMembers())
+    model = make_model()
+
+    with pytest.raises(ValueError, match=rf"plain module .* for reduction='elastic', got a {name} in it; ") as refusal:
+        create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward, seed=0, options=ELASTIC)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_search_for_the_rate_is_refused(with_members: Callable[[FewMembers], None]) -> None:
+    """Its end would be that of the replicas."""
+    with_members(FewMembers())
+
+    with pytest.raises(ValueError, match="got reduction='elastic'"):
+        LearningRateFinder(make).run(loader())
+
+
+def part_state(few: FewMembers, with_members: Callable[[FewMembers], None], directory: Path) -> tuple[Any, ...]:
+    """The end of a run with everything that is allowed beside it."""
+    with_members(few)
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(3, 4).double(), "b": nn.Linear(4, 1).double()})
+    optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.05, momentum=0.9) for name, part in model.items()}
+    drawn = list[float]()
+
+    def both(model: nn.ModuleDict, micro_batch: torch.Tensor) -> ForwardOutput:
+        noise = torch.randn(1)
+        if model.training:
+            drawn.append(noise.item())
+        loss = (model["b"](model["a"](micro_batch)) * (1 + noise * model.training) - 1).square().sum()
+        return ForwardOutput(loss, sample_size=len(micro_batch), logs={"number": (1.0, 1.0)}, outputs=micro_batch.sum(1))
+
+    limits = {"a": 1.0, "b": 2.0}
+    trainer = create_trainer(model, optimizers, both, seed=1, options=ELASTIC, accumulation_steps=2, max_grad_norm=limits)
+    evaluator = create_evaluator(model, both)
+    ema = ModelEMA(decay=0.9)
+    ema.attach(trainer)
+    timer = StepTimer()
+    timer.attach(trainer)
+    for handler in (FailureBoard(), HangWatch(), StopOnSignal(), TrainingMetrics()):
+        handler.attach(trainer)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers["a"], patience=0, threshold=10.0)
+    stopping, plateau = EarlyStopping(evaluator, patience=2, min_delta=10.0), ReduceOnPlateau(evaluator, schedule)
+    stopping.attach(trainer)
+    plateau.attach(trainer)
+    validation = ResumableLoader(torch.ones(5, 3, dtype=torch.float64), batch_size=2, shuffle=False)
+    Validation(evaluator, validation, sanity=0).attach(trainer, Events.ITERATION_COMPLETED(every=3))
+    Checkpoint(directory, every=4).attach(trainer)
+    trainer.run(loader(), max_epochs=9)
+    assert timer.summary()
+    found = predict(evaluator, validation)
+    drawn_once = drawn[-2:]
+    return trainer, list(model.state_dict().values()), list(ema.state_dict().items()), stopping.num_bad, found, drawn_once
+
+
+def test_the_parts_of_a_run_notice_nothing_of_an_update_that_is_made_again(
+    with_members: Callable[[FewMembers], None], tmp_path: Path
+) -> None:
+    """Several optimizers and limits, validation, early stopping, averages, schedules and predictions are bitwise the same."""
+    trainer, values, ema, bad, predictions, drawn = part_state(FewMembers(), with_members, tmp_path / "plain")
+    few = FewMembers({0: 2, 2: 1, 3: 1, 5: 1, 8: 3})
+    again, values_again, ema_again, bad_again, predictions_again, drawn_again = part_state(
+        few, with_members, tmp_path / "again"
+    )
+
+    assert trainer.state.iteration == again.state.iteration == 9  # EarlyStopping has ended both
+    assert (bad, drawn) == (bad_again, drawn_again)
+    assert all(map(torch.equal, values, values_again))
+    assert len(predictions) == 5
+    assert torch.equal(predictions, predictions_again)
+    assert str(ema) == str(ema_again)
+    assert sorted(path.name for path in (tmp_path / "plain").iterdir()) == sorted(
+        p.name for p in (tmp_path / "again").iterdir()
+    )
+
+
+def test_random_numbers_are_those_of_the_member(with_members: Callable[[FewMembers], None]) -> None:
+    """A replica that is another member after a change draws what that member would have drawn."""
+
+    class Moves(FewMembers):
+        def renew(self, step: Callable[[], int]) -> None:
+            super().renew(step)
+            self.rank = 1
+            self.size = 1
+
+    def numbers(few: FewMembers) -> list[float]:
+        with_members(few)
+        drawn = list[float]()
+        trainer = make()
+        trainer.model.register_forward_hook(lambda *_: drawn.append(torch.rand(1).item()))
+        trainer.run(loader(8), max_epochs=1)
+        return drawn
+
+    second = FewMembers()
+    second.rank = 1
+    of_first, of_second, moved = numbers(FewMembers()), numbers(second), numbers(Moves({1: 1}))
+
+    assert moved[:2] == of_first[:2]
+    assert moved[4:] == of_second[2:]  # two of the update that was taken back lie between
+
+
+def test_a_run_without_a_quorum_ends_with_a_checkpoint(with_members: Callable[[FewMembers], None], tmp_path: Path) -> None:
+    """Of the updates that are counted; the run resumes there, and ends as one that was not interrupted."""
+
+    class Lost(FewMembers):
+        def renew(self, step: Callable[[], int]) -> None:  # noqa: ARG002  # as its base class has it
+            raise NoQuorumError("the lighthouse has gone")
+
+    def trained(few: FewMembers, directory: Path) -> Any:
+        with_members(few)
+        trainer = make()
+        checkpoint = Checkpoint(directory, every=100)
+        checkpoint.attach(trainer)
+        try:
+            trainer.run(loader(), max_epochs=2)
+        except NoQuorumError:
+            assert checkpoint.latest is not None
+            assert checkpoint.latest.name == "update-00000008"
+        return trainer
+
+    whole = trained(FewMembers(), tmp_path / "whole")
+    assert trained(Lost({8: 1}), tmp_path / "lost").state.iteration == 8
+    resumed = trained(FewMembers(), tmp_path / "lost")
+
+    assert resumed.state_dict() == whole.state_dict()
+    for one, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_replica_that_comes_after_a_request_to_stop_makes_no_update(
+    with_members: Callable[[FewMembers], None],
+) -> None:
+    """It would go on alone otherwise, where the others have ended."""
+    few = FewMembers()
+    few.is_stopped = True
+    with_members(few)
+    trainer = make()
+    trainer.run(loader(), max_epochs=2)
+
+    assert trainer.state.iteration == 0
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
+def test_a_bad_number_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """One line names the variable."""
+    monkeypatch.setenv("IGNITE_TRAIN_PATIENCE_SECONDS", text)
+
+    with pytest.raises(ValueError, match=rf"^IGNITE_TRAIN_PATIENCE_SECONDS .* seconds above 0, got '{text}'$"):
+        members.Members("http://127.0.0.1:1")
+
+
+def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ignite_train.elastic", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--replicas", "2", "no_such_file.py"], "script must be a file, got 'no_such_file.py'"),
+        (["--replicas", "0", __file__], "replicas must be at least 1, got 0"),
+        (["--replicas", "2", "--min-replicas", "3", __file__], "min_replicas must be at most replicas=2, got 3"),
+        (["--replicas", "2", "--hang-seconds", "0", __file__], "hang_seconds must be greater than 0"),
+    ],
+)
+def test_the_launcher_refuses_bad_arguments(arguments: list[str], message: str) -> None:
+    """In one line, before a process is started."""
+    pytest.importorskip("torchft", reason="elastic replicas need the extra ignite_train[elastic]")
+    done = launch(*arguments)
+
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"python -m ignite_train.elastic: error: {message}")
+
+
+def test_the_launcher_replaces_a_replica_that_was_stopped_or_killed(tmp_path: Path) -> None:
+    """One that a signal has suspended is killed after its time-out; each is started again until one has ended well."""
+    pytest.importorskip("torchft", reason="elastic replicas need the extra ignite_train[elastic]")
+    from ignite_train.elastic import ElasticLauncher
+
+    script = (
+        "import os, signal, sys, time, pathlib\n"
+        "first = pathlib.Path(sys.argv[1]) / os.environ['IGNITE_TRAIN_REPLICA']\n"
+        "if not first.exists():\n"
+        "    first.touch()\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP if first.name == '0' else signal.SIGKILL)\n"
+        "while not (first.parent / '0').exists() or not (first.parent / 'enough').exists(): time.sleep(0.01)\n"
+    )
+    command = [sys.executable, "-S", "-c", script, str(tmp_path)]
+    with ElasticLauncher(command, 2, hang_seconds=0.3) as launcher:
+        deadline = time.monotonic() + 60
+        while launcher.num_restarts < 2:
+            assert not launcher.look()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        (tmp_path / "enough").touch()
+        assert launcher.run() == 0
+
+
+def test_the_launcher_passes_a_signal_on(tmp_path: Path) -> None:
+    """All replicas get it, and none is started again."""
+    pytest.importorskip("torchft", reason="elastic replicas need the extra ignite_train[elastic]")
+    from ignite_train.elastic import ElasticLauncher
+
+    script = (
+        "import os, sys, time, pathlib\n"
+        "(pathlib.Path(sys.argv[1]) / os.environ['IGNITE_TRAIN_REPLICA']).touch()\n"
+        "time.sleep(60)\n"
+    )
+    with ElasticLauncher([sys.executable, "-S", "-c", script, str(tmp_path)], 2) as launcher:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.iterdir())) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        launcher.pass_on(signal.SIGTERM)
+        assert launcher.run() == 128 + signal.SIGTERM
+        assert launcher.num_restarts == 0
