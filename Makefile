@@ -4,6 +4,7 @@ NPROC ?= 1
 N ?= 20
 SEED ?= 0
 MINUTES ?= 29
+PART ?= tests
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
@@ -19,7 +20,7 @@ BENCH_INSTALLED := $(BENCH_VENV)/installed
 # Waiting threads that spin take the cores from those that work.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: demo digits quick test slow test-all check nightly mutants torch-versions ignite-suite libraries migration simulated-accelerator xla-test wheel-test docs gallery curve bench bench-gpu clean
+.PHONY: demo digits quick test slow test-all check nightly without-fast mutants torch-versions ignite-suite libraries migration simulated-accelerator xla-test wheel-test docs gallery curve bench bench-gpu clean
 
 demo: $(INSTALLED)  ## train the language model; NPROC=2 for two processes
 	@echo "Training a small GPT on the source text of Python's standard library, for some minutes. Ctrl-C stops and saves it."
@@ -46,8 +47,11 @@ check: $(INSTALLED)
 	$(BIN)/codespell *.md docs ignite_train handlers examples benchmarks tests
 	$(BIN)/mypy
 
-nightly: $(INSTALLED)  ## the tests that take longer than the gate allows
-	$(COMPILED) $(BIN)/python -m pytest -q -m nightly
+nightly: $(INSTALLED)  ## the tests that take longer than the gate allows; PART=tests/update for a part of them
+	$(COMPILED) $(BIN)/python -m pytest -q -m nightly $(PART)
+	test "$(PART)" != tests || $(MAKE) without-fast
+
+without-fast: $(INSTALLED)  ## the tests of `test` without the accelerations of fast/
 	IGNITE_TRAIN_FAST=0 $(COMPILED) $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal -p no:cacheprovider
 
 mutants: $(INSTALLED)  ## change the library at random and see which changes no test notices; N=300 SEED=1 for others

@@ -98,7 +98,8 @@ def _waits(frame: FrameType) -> bool:
 def _awaits_handle(frame: FrameType) -> bool:
     """Whether a script calls `wait` of a collective that it has begun. That method has no frame; those of Python have."""
     is_script = _module(frame).partition(".")[0] not in _NOT_A_PLACE
-    return is_script and ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    # Between two lines the number is None, whatever its type says.
+    return is_script and ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
 
 
 def _module(frame: FrameType) -> str:

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import ignite.distributed as idist
@@ -39,6 +39,7 @@ from ignite_train import ForwardOutput, NonFiniteError, Trainer, TrainEvents, Tr
 from ignite_train.handlers import FailureBoard, HangWatch, PeerFailureError, Validation, failure_board, hang_watch
 from ignite_train.ranks import collectives, whereabouts
 from ignite_train.ranks.sealed_messages import SealedMessages
+from ignite_train.ranks.whereabouts import find_whereabouts
 from processes import DEADLINE_SECONDS, Processes, forked
 from tiers import nightly, slow
 from update_options import with_options
@@ -1137,6 +1138,29 @@ def test_looking_at_the_main_thread_while_its_functions_end() -> None:
 
 
 # --- processes that end ---
+
+
+def loop_until(is_over: Callable[[], bool]) -> None:
+    while not is_over():
+        time.sleep(0.001)
+
+
+def test_a_thread_between_two_lines_is_somewhere() -> None:
+    """Where Python has no number of a line for an instruction; the watch once died of meeting such a one."""
+    units, is_over = len(loop_until.__code__.co_code) // 2, threading.Event()
+    # "No location", for eight units each and for what is left of them.
+    table = bytes([0xFF] * (units // 8) + [0xF8 + units % 8 - 1] * (units % 8 > 0))
+    function = FunctionType(loop_until.__code__.replace(co_linetable=table), globals())
+    thread = threading.Thread(target=function, args=(is_over.is_set,))
+    thread.start()
+    try:
+        until(
+            lambda: find_whereabouts(thread.ident or 0).where.startswith("loop_until (test_failures.py:"), "it is in its loop"
+        )
+        assert not find_whereabouts(thread.ident or 0).waits
+    finally:
+        is_over.set()
+        thread.join(DEADLINE_SECONDS)
 
 
 def test_a_process_is_known_to_have_ended_when_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

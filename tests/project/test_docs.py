@@ -147,6 +147,17 @@ def test_every_command_of_the_workflows_exists():
     assert (ROOT / ".ci/run").is_file()
 
 
+def test_the_parts_of_the_nightly_are_all_of_it():
+    """Each folder with a test of that mark is in a part; each part has an hour."""
+    workflow = (ROOT / ".github/workflows/nightly.yml").read_text(encoding="utf-8")
+    parts = workflow.partition("part:")[2].partition("steps:")[0]
+    mark = re.compile(r"mark\.nightly|import .*\bnightly\b")
+    marked = [path for path in (ROOT / "tests").glob("*/test_*.py") if mark.search(path.read_text(encoding="utf-8"))]
+
+    assert {f"tests/{path.parent.name}" for path in marked} - {*parts.split()} == set()
+    assert "timeout-minutes: 60" in workflow.partition("strategy:")[0]
+
+
 def test_the_workflows_try_the_versions_that_are_promised():
     """The versions of Python in the classifiers, the first of which is the oldest that can be installed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
