@@ -40,6 +40,7 @@ _logger = logging.getLogger("ignite_train")
 _WAITS_FOR_RANKS = True  # HangWatch looks for it in the file where a rank stands
 _CONNECT = timedelta(seconds=10)  # to the lighthouse
 _REBUILD = timedelta(seconds=5)  # for the members to find one another; one of them may have died meanwhile
+_REBUILD_AT_MOST = 20.0  # seconds; torch's store waits for ever, beyond its time-out, for a host that is suspended
 _HEARTBEAT = timedelta(milliseconds=100)
 _RETRY_SECONDS = 0.2
 
@@ -347,8 +348,9 @@ class Members:
         key = _digest(*(f"{one.replica_id}/{one.data['nonce']}" for one in participants))
         self._group = ProcessGroupGloo(timeout=_REBUILD)
         sockets = _open_sockets()
+        group, address = self._group, f"{newest.store_address}/{key}"
         with _LosingMembers(self):
-            self._group.configure(f"{newest.store_address}/{key}", self._identity, rank, len(participants))
+            _within(_REBUILD_AT_MOST, lambda: group.configure(address, self._identity, rank, len(participants)))
         self._sockets |= _since(sockets)
         arrivals = [number for number, one in enumerate(participants) if one.data["is_new"] and number != source]
         if rank == source:
@@ -431,6 +433,30 @@ class _LosingMembers:
         if isinstance(error, (RuntimeError, TimeoutError)):
             self._members.lose()
             raise MembersChangedError(f"a replica was lost: {_one_line(error)}") from error
+
+
+def _within(seconds: float, work: Callable[[], object]) -> None:
+    """Does `work` in a thread, which is given up after so many seconds.
+
+    Raises:
+        TimeoutError: it has not ended by then.
+        BaseException: what it raised.
+    """
+    errors = list[BaseException]()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="Members", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"the members have not found one another within {seconds:g} s")
+    if errors:
+        raise errors[0]
 
 
 class _Question(threading.Thread):
