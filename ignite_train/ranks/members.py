@@ -40,7 +40,7 @@ _logger = logging.getLogger("ignite_train")
 _WAITS_FOR_RANKS = True  # HangWatch looks for it in the file where a rank stands
 _CONNECT = timedelta(seconds=10)  # to the lighthouse
 _REBUILD = timedelta(seconds=5)  # for the members to find one another; one of them may have died meanwhile
-_REBUILD_AT_MOST = 20.0  # seconds; torch's store waits for ever, beyond its time-out, for a host that is suspended
+_REBUILD_AT_MOST = 20.0  # seconds; torch's store waits forever, beyond its time-out, for a host that is suspended
 _HEARTBEAT = timedelta(milliseconds=100)
 _RETRY_SECONDS = 0.2
 
@@ -129,7 +129,7 @@ class Members:
         if Members._in_run is not None:
             raise RuntimeError("a process can have one run with reduction='elastic' at a time, got a second; run them in turn")
         Members._in_run = self
-        if self._has_parted and _ENDED in os.environ:  # the script goes on with another run
+        if self._has_parted and _ENDED in os.environ:  # the script continues with another run
             Path(os.environ[_ENDED]).unlink(missing_ok=True)
         self.is_stopped = self._stops = False
         self._is_new, self._history, self._capture, self._restore = True, "", capture, restore
@@ -485,7 +485,7 @@ def _seconds(name: str, default: str) -> float:
     """The number in an environment variable.
 
     Raises:
-        ValueError: it is none, or not above 0.
+        ValueError: it is not a number, or not above 0.
     """
     text = os.environ.get(name, default)
     try:
