@@ -40,6 +40,7 @@ _logger = logging.getLogger("ignite_train")
 _WAITS_FOR_RANKS = True  # HangWatch looks for it in the file where a rank stands
 _CONNECT = timedelta(seconds=10)  # to the lighthouse
 _REBUILD = timedelta(seconds=5)  # for the members to find one another; one of them may have died meanwhile
+_REBUILD_AT_MOST = 20.0  # seconds; torch's store waits forever, beyond its time-out, for a host that is suspended
 _HEARTBEAT = timedelta(milliseconds=100)
 _RETRY_SECONDS = 0.2
 
@@ -128,7 +129,7 @@ class Members:
         if Members._in_run is not None:
             raise RuntimeError("a process can have one run with reduction='elastic' at a time, got a second; run them in turn")
         Members._in_run = self
-        if self._has_parted and _ENDED in os.environ:  # the script goes on with another run
+        if self._has_parted and _ENDED in os.environ:  # the script continues with another run
             Path(os.environ[_ENDED]).unlink(missing_ok=True)
         self.is_stopped = self._stops = False
         self._is_new, self._history, self._capture, self._restore = True, "", capture, restore
@@ -347,8 +348,9 @@ class Members:
         key = _digest(*(f"{one.replica_id}/{one.data['nonce']}" for one in participants))
         self._group = ProcessGroupGloo(timeout=_REBUILD)
         sockets = _open_sockets()
+        group, address = self._group, f"{newest.store_address}/{key}"
         with _LosingMembers(self):
-            self._group.configure(f"{newest.store_address}/{key}", self._identity, rank, len(participants))
+            _within(_REBUILD_AT_MOST, lambda: group.configure(address, self._identity, rank, len(participants)))
         self._sockets |= _since(sockets)
         arrivals = [number for number, one in enumerate(participants) if one.data["is_new"] and number != source]
         if rank == source:
@@ -433,6 +435,30 @@ class _LosingMembers:
             raise MembersChangedError(f"a replica was lost: {_one_line(error)}") from error
 
 
+def _within(seconds: float, work: Callable[[], object]) -> None:
+    """Does `work` in a thread, which is given up after so many seconds.
+
+    Raises:
+        TimeoutError: it has not ended by then.
+        BaseException: what it raised.
+    """
+    errors = list[BaseException]()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="Members", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"the members have not found one another within {seconds:g} s")
+    if errors:
+        raise errors[0]
+
+
 class _Question(threading.Thread):
     """A question that is under way. The thread ends with its process.
 
@@ -459,7 +485,7 @@ def _seconds(name: str, default: str) -> float:
     """The number in an environment variable.
 
     Raises:
-        ValueError: it is none, or not above 0.
+        ValueError: it is not a number, or not above 0.
     """
     text = os.environ.get(name, default)
     try:

@@ -186,7 +186,7 @@ class ElasticLauncher:
 
 def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
     """Whether a signal has suspended the process. Does not take its exit status from `Popen`."""
-    if not hasattr(os, "waitid"):
+    if "waitid" not in vars(os):
         return False
     try:
         return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None

@@ -49,7 +49,7 @@ def test_a_job_array_is_a_lighthouse_and_replicas(tmp_path: Path) -> None:
             if task.poll() is None:
                 os.killpg(task.pid, signal.SIGKILL)
     ends = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
-    assert len(ends) == 2
+    assert ends  # one that comes after the last update writes nothing
     elastic_runs.check(ends)
 
 

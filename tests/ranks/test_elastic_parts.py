@@ -5,9 +5,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,6 +239,24 @@ def test_a_replica_that_comes_after_a_request_to_stop_makes_no_update(
     trainer.run(loader(), max_epochs=2)
 
     assert trainer.state.iteration == 0
+
+
+def test_a_group_that_is_never_formed_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a member that was suspended while the others connected to it: torch would wait for ever."""
+    process_group = pytest.importorskip("torchft.process_group", reason="elastic replicas need the extra ignite_train[elastic]")
+    wait = threading.Event()
+    monkeypatch.setattr(process_group.ProcessGroupGloo, "configure", lambda *_: wait.wait(60))
+    monkeypatch.setattr(members, "_REBUILD_AT_MOST", 0.05)
+    monkeypatch.setenv("IGNITE_TRAIN_PATIENCE_SECONDS", "0.2")
+    data = {"is_new": True, "has_parted": False, "nonce": "", "key": "", "history": "", "stops": False}
+    only = SimpleNamespace(replica_id="", data=data, step=0, store_address="127.0.0.1:1")
+
+    monkeypatch.setattr(members.Members, "_ask", lambda *_: SimpleNamespace(participants=[only]))
+
+    with pytest.raises(NoQuorumError, match=r"has named no members for 0.2 s"):
+        members.Members("http://127.0.0.1:1").renew(lambda: 0)
+    assert not wait.is_set()
+    wait.set()
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])

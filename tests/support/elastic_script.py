@@ -63,11 +63,25 @@ class History(Piggyback):
 
     def __init__(self, number: int) -> None:
         self.payload_size, self.counts, self.updates = number, [0] * number, list[Any]()
+        self._attempt: Any = None  # the update that is counted, and how often one was made again before
         self._latest: list[int] = []
         self.start: Any = None
+        self.trainer: Any = None
+
+    def count(self, indices: list[int]) -> None:
+        self._begin()
+        for index in indices:
+            self.counts[index] += 1
 
     def payload(self) -> list[float]:
+        self._begin()  # where this replica has no micro-batch now, and had one before the update was taken back
         return [float(count) for count in self.counts]
+
+    def _begin(self) -> None:
+        state = self.trainer.state
+        attempt = state.iteration, state.metrics["updates_made_again"]
+        if attempt != self._attempt:
+            self._attempt, self.counts = attempt, [0] * self.payload_size
 
     def on_reduced(self, sums: list[float]) -> None:
         self._latest = [round(number) for number in sums]
@@ -155,8 +169,7 @@ def main(
 
     def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
         indices, x, y = micro_batch
-        for index in indices.tolist():
-            history.counts[index] += 1
+        history.count(indices.tolist())
         time.sleep(seconds)
         if trainer.state.iteration == 3 and os.environ["IGNITE_TRAIN_REPLICA"] == os.environ.get("HANGS"):
             hang_once(Path(directory) / "hung")
@@ -166,12 +179,7 @@ def main(
             loss.register_hook(lambda gradient: reach("backward"))
         return ForwardOutput(loss, sample_size=len(y))
 
-    def begin(trainer: Any) -> None:
-        if trainer.state.micro_batch_in_group == 0:
-            history.counts = [0] * number
-
     def keep_start(trainer: Any) -> None:
-        history.counts = [0] * number
         if trainer.state.iteration == 1:
             history.start = values(model)
 
@@ -183,9 +191,9 @@ def main(
 
     options = UpdateOptions(reduction="elastic")
     trainer = create_trainer(model, optimizer, forward, accumulation_steps=2, seed=5, options=options)
+    history.trainer = trainer
     trainer.piggybacks.append(history)
     trainer.add_event_handler(Events.ITERATION_STARTED, keep_start)
-    trainer.add_event_handler(TrainEvents.MICRO_BATCH_STARTED, begin)
     trainer.add_event_handler(TrainEvents.STEP_COMPLETED, history)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, say_begun)
     LearningRateSchedule(schedule).attach(trainer)
