@@ -78,7 +78,7 @@ class GradNormConsistency(PiggybackHandler):
 
     A norm travels with the statistics of the next update, so that the result is known one update later and costs no collective
     of its own; the last norm of a run takes one. The parameters in the message are those whose gradients differ in the update
-    in which the result is known, since those of the compared update are gone. All ranks attach it alike. The check is that of
+    in which the result is known, since those of the compared update are gone. All ranks must attach it. The check is that of
     fairseq's trainer (`_check_grad_norms`).
 
     Args:
@@ -110,7 +110,7 @@ class GradNormConsistency(PiggybackHandler):
             self._due = trainer.state.iteration, trainer.state.update_output.grad_norm
 
     def payload(self) -> Sequence[float]:
-        """One for each rank: the norm in this rank's place."""
+        """A number for each rank: 0 but for this rank's norm."""
         if self._due is not None:
             self._sent, self._due = self._due, None
         words = [0.0] * self.payload_size
