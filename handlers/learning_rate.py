@@ -43,7 +43,7 @@ class LearningRateSchedule(Handler):
     """Steps one of torch's schedulers after each applied update; a skipped update does not change the learning rate.
 
     It calls the scheduler's own `step()`: Ignite's wrapper computes the rates of many schedulers wrongly with current torch.
-    A warning tells what the schedule will do if it is made for at most half of the run's updates, as one whose length was
+    A warning says what the schedule will do if it is made for at most half of the run's updates, as one whose length was
     counted in epochs is; if the limit of a finished run is raised beyond it; and if something else steps it as well.
 
     Args:
@@ -76,7 +76,7 @@ class LearningRateSchedule(Handler):
         """Steps the schedule at `event`.
 
         Raises:
-            ValueError: the schedule is of another optimizer than that of `trainer`, or would be stepped twice in each update,
+            ValueError: the schedule is of another optimizer than the trainer's, or would be stepped twice in each update,
                 or one of its kind is attached that changes the rates of the same optimizer. When the run starts: it is a
                 `OneCycleLR`, which cannot be stepped as often as the run will do it.
         """
