@@ -27,12 +27,13 @@ class LearningRateFinder(FastaiLRFinder):
     `get_results`, `lr_suggestion`, `apply_suggested_lr` and `plot` are Ignite's. What differs:
 
     - `"lr"` of the results is the rate with which the update was made, and the rates begin with `start_lr` and end with
-      `end_lr`. The loss beside it is that of all micro-batches and ranks, before that update.
+      `end_lr`. The loss beside it is over all micro-batches and ranks, before that update.
     - A loss that is not finite ends the search, and is not in the results; nor is an update that was skipped.
     - `save_plot` writes the curve as a picture, which takes no screen.
 
-    Random numbers, and the generators that the loader holds, are put back at the end. All ranks use it alike. The method is
-    that of L. Smith (arXiv:1506.01186).
+    Random numbers, and the generators of the loader, are restored at the end. All ranks must use it. The method
+    is
+    due to L. Smith (arXiv:1506.01186).
 
     Args:
         make_trainer: makes a new trainer each time, by `create_trainer` or `create_supervised_trainer`. Attach no schedule in
