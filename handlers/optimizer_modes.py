@@ -22,7 +22,7 @@ class OptimizerModes(Handler):
     """Calls `optimizer.eval()` before each run of an evaluator and `optimizer.train()` after it, and before training.
 
     Schedule-free optimizers (Defazio et al., The Road Less Scheduled) train at one point and are evaluated at another. Without
-    these calls the score is that of the wrong weights, without an error. Going to the other point and back changes the last
+    these calls the score is of the wrong weights, without an error. Going to the other point and back changes the last
     bits of the weights; the handler puts those of training back, so that an evaluation leaves no trace. That needs memory for
     a copy of them during the evaluation.
 
@@ -66,7 +66,7 @@ class OptimizerModes(Handler):
 
         Raises:
             TypeError: `evaluator` is another object.
-            ValueError: the optimizer is not that of `trainer`.
+            ValueError: the optimizer is not the trainer's.
         """
         refuse_other_optimizer(trainer.optimizers, self.optimizer)
         if evaluator is not None and not isinstance(evaluator, Evaluator):
