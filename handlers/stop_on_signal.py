@@ -41,7 +41,7 @@ class StopOnSignal(Handler):
     ended `grace_seconds` later, it logs that, writes the stacks of all threads to standard error and ends the process with
     status `128 + signal`. A second signal, two seconds or more after the first, ends the process at once.
 
-    Signal handlers are installed at STARTED. The earlier ones are put back when the run is over, also after an exception, and
+    Signal handlers are installed at STARTED. The earlier ones are restored when the run is over, also after an exception, and
     in processes that are forked meanwhile. If several trainers are running, such as those of a GAN, a signal asks each of them
     to stop that has a StopOnSignal of its own.
 
