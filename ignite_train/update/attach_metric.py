@@ -26,9 +26,9 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
 
     The metric sees the `outputs` of each micro-batch that had its effect: those of a micro-batch that ran out of memory and
     was dropped or halved, of an update that was skipped, and of one that broke off and is repeated, leave no trace. It is reset
-    when an epoch begins, published when it ends, and in every checkpoint; a run that resumes on another number of ranks starts
-    it from the beginning, and logs a warning. Collective at the end of an epoch: attach it alike on all ranks. Predictions are
-    those before the step, in training mode. They are held without their graphs until the end of the update, which costs their
+    when an epoch begins, computed when it ends, and in every checkpoint; a run that resumes on another number of ranks starts
+    it from the beginning, and logs a warning. Collective at the end of an epoch: attach it on all ranks. Predictions are
+    those before the step, in training mode. They are kept without their graphs until the end of the update, which costs their
     memory.
 
     Args:
@@ -38,7 +38,7 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
 
     Raises:
         TypeError: `trainer` is not a trainer, or `metric` is not a metric of Ignite.
-        ValueError: `name` is the name of a metric that handlers publish.
+        ValueError: `name` is the name of a metric of a handler.
 
     Example:
         >>> import torch
