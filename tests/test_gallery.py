@@ -25,9 +25,19 @@ def drawn(what: str, picture: Path) -> str:
 
 
 @pytest.mark.slow
-def test_the_cost_is_drawn_from_the_results(tmp_path: Path) -> None:
-    """With matplotlib, of the table that is there."""
-    drawn("cost", tmp_path / "cost.png")
+@pytest.mark.parametrize("what", ["cost", "scaling"])
+def test_a_picture_is_drawn_from_the_results(what: str, tmp_path: Path) -> None:
+    """With matplotlib, of the tables that are there."""
+    drawn(what, tmp_path / f"{what}.png")
+
+
+@pytest.mark.nightly
+def test_killed_replicas_are_drawn(tmp_path: Path) -> None:
+    """The run ends after three kills, and each was followed by a pause of the others."""
+    pytest.importorskip("torchft", reason="elastic replicas need the extra ignite_train[elastic]")
+    printed = drawn("elastic", tmp_path / "elastic.png")
+
+    assert re.search(r"longest pauses in the 5 s after each SIGKILL: \[[\d.]+, [\d.]+, [\d.]+\] s\n", printed)
 
 
 @pytest.mark.nightly
