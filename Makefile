@@ -51,10 +51,10 @@ nightly: $(INSTALLED)  ## the tests that take longer than the gate allows
 	IGNITE_TRAIN_FAST=0 $(COMPILED) $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal -p no:cacheprovider
 
 mutants: $(INSTALLED)  ## change the library at random and see which changes no test notices; N=300 SEED=1 for others
-	$(BIN)/python tests/mutants.py --slow --number $(N) --seed $(SEED) --jobs 2
+	$(BIN)/python tests/commands/mutants.py --slow --number $(N) --seed $(SEED) --jobs 2
 
 torch-versions:  ## the tests with the oldest and the newest torch, into docs/torch_versions.md; TORCH="2.14.1" for others
-	$(PYTHON) tests/torch_versions.py $(TORCH)
+	$(PYTHON) tests/commands/torch_versions.py $(TORCH)
 
 ignite-suite: $(INSTALLED)  ## Ignite's own tests, and the code of its documentation, with our trainer in the place of its Engine; PARTS="engine" for some, PARTS=--pre for the newest pre-release, IGNITE_SOURCE=path offline
 	$(BIN)/python tests/ignite_suite/run.py $(PARTS)
@@ -63,13 +63,13 @@ libraries: $(INSTALLED)  ## training with the libraries that people use, into do
 	$(BIN)/python tests/libraries/run.py $(LIBRARIES)
 
 migration: $(INSTALLED) $(BENCH_INSTALLED)  ## the scripts of docs/migration.md, of the peers and ours, with their numbers compared; downloads the peers once
-	PEERS_PYTHON=$(BENCH_VENV)/bin/python $(COMPILED) $(BIN)/python -m pytest -q -m 'nightly or not nightly' tests/test_migration.py
+	PEERS_PYTHON=$(BENCH_VENV)/bin/python $(COMPILED) $(BIN)/python -m pytest -q -m 'nightly or not nightly' tests/examples/test_migration.py
 
 simulated-accelerator:  ## the tests on an accelerator that is simulated on the CPU, see docs/accelerators.md; builds it once; ACCELERATOR_SOURCE=path offline
-	$(PYTHON) tests/simulated_accelerator.py
+	$(PYTHON) tests/commands/simulated_accelerator.py
 
 xla-test: $(XLA_VENV)/installed  ## train the table of cuts on a device of torch_xla on the CPU, see docs/xla.md; downloads some GB once
-	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python tests/xla_cuts.py
+	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python tests/commands/xla_cuts.py
 
 # torch_xla needs the torch of its own version, which is older than what the library is for.
 $(XLA_VENV)/installed: constraints.txt
@@ -85,7 +85,7 @@ wheel-test: $(INSTALLED)  ## the tests of `test` against the built wheel, where 
 	cp -R tests examples conftest.py pyproject.toml README.md "$$there" && \
 	cd "$$there" && export PYTHONPATH="$$there/installed" && \
 	"$$python" -c 'import ignite_train.handlers as h, sys; sys.exit(not h.__file__.startswith(sys.argv[1]))' "$$there" && \
-	$(COMPILED) "$$python" -m pytest -q -n auto --maxprocesses 8 --dist worksteal -o pythonpath= tests && \
+	$(COMPILED) "$$python" -m pytest -q -n auto --maxprocesses 8 --dist worksteal -o pythonpath=tests/support tests && \
 	"$$python" -m pytest -q -o pythonpath= --pyargs ignite_train
 
 gallery: $(INSTALLED)  ## draw docs/pictures/kills.png, cost.png, scaling.png and goodput.png

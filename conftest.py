@@ -1,6 +1,7 @@
 """All tests run on one thread each, also what they start: as many run at a time as there are cores.
 
-`OMP_NUM_THREADS` gives them more: with other numbers of threads sums round differently, see `tests/test_other_machines.py`.
+`OMP_NUM_THREADS` gives them more: with other numbers of threads sums round differently, see
+`tests/project/test_other_machines.py`.
 """
 
 from __future__ import annotations

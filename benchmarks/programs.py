@@ -4,8 +4,8 @@
     python benchmarks/programs.py --repetitions 1 --print  # only shows the table
 
 Lines are those with code in the body of `train` of the script, and in that of the function of the same name in
-tests/programs_by_hand.py: from the model, which both take from the script, to the return. The ratio of the times is that of
-processor time for the same updates on one process, without what a run costs to begin, in interleaved rounds.
+tests/support/programs_by_hand.py: from the model, which both take from the script, to the return. The ratio of the times is
+that of processor time for the same updates on one process, without what a run costs to begin, in interleaved rounds.
 """
 
 import ast
@@ -58,7 +58,7 @@ PROGRAMS = {
 
 def program(name: str) -> Any:
     """The script as a module."""
-    for folder in (ROOT / "examples/programs", ROOT / "tests"):
+    for folder in (ROOT / "examples/programs", ROOT / "tests/support"):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
     return importlib.import_module(name)
@@ -77,7 +77,7 @@ def lines_of(path: Path, function: str) -> int:
 
 def lines(name: str) -> tuple[int, int]:
     """Of the loop by hand, and of ours."""
-    return lines_of(ROOT / "tests/programs_by_hand.py", name), lines_of(ROOT / f"examples/programs/{name}.py", "train")
+    return lines_of(ROOT / "tests/support/programs_by_hand.py", name), lines_of(ROOT / f"examples/programs/{name}.py", "train")
 
 
 def timed(train: Callable[[int], Any], number: int) -> Callable[[], float]:

@@ -45,8 +45,8 @@ class KeyedPermutation:
     arbitrary finite domains", 2002); fewer than one number in √n / 2 does. Everything is integer arithmetic, so that the order
     is the same on every machine.
 
-    The order is as random as training needs, see `tests/test_keyed_permutation.py`, but an observer can find the key from it.
-    For a few samples a drawn order is better, since all orders of them are then equally likely.
+    The order is as random as training needs, see `tests/data/test_keyed_permutation.py`, but an observer can find the key from
+    it. For a few samples a drawn order is better, since all orders of them are then equally likely.
 
     Args:
         length: n, up to 2⁶².

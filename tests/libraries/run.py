@@ -98,7 +98,7 @@ def environment(name: str, packages: Sequence[str], place: Path = ENVIRONMENTS) 
 
 def tried(name: str, python: Path) -> list[dict[str, Any]]:
     """What became of each case of a library."""
-    folders = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    folders = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/support"), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
     with tempfile.TemporaryDirectory() as place:
         output, log = Path(place) / "rows.json", Path(place) / "log"

@@ -1,0 +1,98 @@
+"""docs/migration.md: its scripts are the files of tests/migration, which end at the same loss; its tables are long enough.
+
+`make migration` runs those of the peers too, with the interpreter in `PEERS_PYTHON`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from processes import DEADLINE_SECONDS
+
+FOLDER = Path(__file__).parents[1] / "migration"
+PAGE = FOLDER.parent.parent / "docs/migration.md"
+PEERS = os.environ.get("PEERS_PYTHON", "")
+
+pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="looks at a checkout, and here is none")
+
+with_peers = pytest.mark.skipif(not PEERS, reason="PEERS_PYTHON names no interpreter with the peers; see `make migration`")
+
+
+def validation_loss(name: str, folder: Path, samples: int, python: str = sys.executable) -> float:
+    """What the script prints at its end, with so many samples."""
+    folder = folder / f"{name}-{samples}"  # Lightning would resume from the checkpoints of the other
+    folder.mkdir()
+    text = (FOLDER / f"{name}.py").read_text(encoding="utf-8").replace("96", str(samples))
+    (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    command = [python, f"{name}.py"]
+    printed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=True).stdout
+    return float(re.findall(r"^validation loss ([0-9.]+)$", printed, re.MULTILINE)[-1])
+
+
+def by_hand(samples: int) -> float:
+    """The run in plain torch, over whole batches of 16."""
+    torch.manual_seed(0)
+    x = torch.randn(samples, 4)
+    y = (x @ torch.randn(4, 3)).argmax(1)
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    schedule = CosineAnnealingLR(optimizer, T_max=18)
+    for _ in range(3):
+        for inputs, targets in zip(x.split(16), y.split(16), strict=True):
+            optimizer.zero_grad()
+            cross_entropy(model(inputs), targets).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+    with torch.no_grad():
+        return cross_entropy(model(x), y).item()
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(FOLDER.glob("*.py"))])
+def test_the_page_prints_the_files(name: str) -> None:
+    """Each script, without its first line."""
+    code = (FOLDER / f"{name}.py").read_text(encoding="utf-8").partition('"""\n')[2].lstrip("\n")
+
+    assert f"```py\n{code}```" in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["Lightning", "Accelerate", "Hugging Face Trainer"])
+def test_a_table_has_thirty_rows(name: str) -> None:
+    """Each with words of theirs and ours."""
+    section = PAGE.read_text(encoding="utf-8").partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")]
+
+    assert len(rows) > 30
+    assert {len(row) for row in rows} == {2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("samples", [96, 90])
+def test_ours_is_the_mean_over_samples(samples: int, tmp_path: Path) -> None:
+    """Also where the last micro-batch is smaller; the page has the numbers. Ignite's is with equal micro-batches only."""
+    exact = by_hand(samples)
+
+    assert validation_loss("to_ignite_train", tmp_path, samples) == pytest.approx(exact, abs=1e-5)
+    assert f"{exact:.5f}" in PAGE.read_text(encoding="utf-8")
+    assert (validation_loss("from_ignite", tmp_path, samples) == pytest.approx(exact, abs=1e-5)) == (samples == 96)
+
+
+@pytest.mark.nightly
+@with_peers
+@pytest.mark.parametrize("name", ["from_lightning", "from_accelerate", "from_trainer"])
+def test_the_peers_agree_where_micro_batches_are_equal(name: str, tmp_path: Path) -> None:
+    """With 96 samples they end where we do; with 90 they end at the mean of means, which the page has too."""
+    equal, unequal = (validation_loss(name, tmp_path, samples, PEERS) for samples in (96, 90))
+
+    assert equal == pytest.approx(by_hand(96), abs=1e-5)
+    assert abs(unequal - by_hand(90)) > 1e-3
+    assert f"{unequal:.5f}" in PAGE.read_text(encoding="utf-8")

@@ -1,0 +1,257 @@
+"""Each script of examples/programs does what the same program does in plain torch, on one rank and on two."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch.nn.utils import parameters_to_vector
+
+from bits import bit_by_bit
+from ignite_train import Trainer, create_trainer
+from ignite_train.handlers import Checkpoint
+from processes import DEADLINE_SECONDS
+from programs_by_hand import BY_HAND, ByHand, clip_uncut
+from ranks import run_ranks
+from tiers import nightly, slow
+
+FOLDER = Path(__file__).parents[2] / "examples/programs"
+PAGE = FOLDER.parent.parent / "docs/programs.md"
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "workbench")
+MAX_LINES, MAX_LOOP = 120, 30
+
+# One of each mechanism is in the fast tier, for these updates. A difference in rounding grows with the number of updates.
+FAST = {
+    "wgan_gp": 1,  # updates on demand
+    "reinforce": 2,  # the sum
+    "time_sequence": 1,  # a closure
+    "muon_adamw": 2,  # several optimizers
+    "word2vec": 2,  # sparse gradients
+    "word_lstm": 3,  # a carried state
+    "dino": 5,  # changed gradients, and a forward that knows the progress
+    "clip": 2,  # and one that knows its place in the group
+    "maml": 2,  # derivatives of derivatives
+    "ppo": 2,  # rounds of several updates
+    "grpo": 2,  # a rollout of the model itself for each update
+    "prioritised_replay": 6,  # what the update gives for single samples
+    "bert": 2,  # losses with denominators of their own
+    "fixmatch": 10,  # two loaders, and a loss that is 0 until the model is sure of something
+    "pcgrad": 3,  # several gradients of one update
+    "dp_sgd": 3,  # gradients of single samples
+    "stylegan2": 3,  # other forwards for some updates
+}
+UPDATES = {"time_sequence": 3}
+RESUMED_UPDATES = 4
+TWO_TRAINERS = ("dcgan", "wgan_gp")
+# Programs that save themselves, and what counts their rounds.
+ROUNDS = {"ppo": "walkers", "prioritised_replay": "memory", "stylegan2": "loop"}
+ON_DEMAND = (*ROUNDS, "bert", "fixmatch", "pcgrad", "dp_sgd")  # whose ranks may have fewer micro-batches than others, or none
+
+
+def program(name: str, folder: Path = FOLDER) -> Any:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))  # as when the script is started
+    return importlib.import_module(name)
+
+
+@contextmanager
+def factors_that_show(script: Any) -> Iterator[None]:
+    """Within it Adam has a large epsilon. With a small one it steps alike along a gradient and along twice that."""
+    build = script.build
+
+    def with_large_epsilon() -> Any:
+        parts = build()
+        values = [value for part in parts for value in (part.values() if isinstance(part, dict) else [part])]
+        optimizers = [value for value in values if isinstance(value, torch.optim.Optimizer)]
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups if "eps" in group):
+            group["eps"] = 0.01
+        return parts
+
+    script.build = with_large_epsilon
+    yield
+    script.build = build
+
+
+def ours(name: str, num_updates: int) -> tuple[torch.Tensor, list[float]]:
+    """In float64, so that what differs is either rounding or wrong."""
+    torch.set_default_dtype(torch.float64)
+    with factors_that_show(program(name)):
+        model, losses = program(name).train(num_updates)
+    return parameters_to_vector(model.parameters()).detach(), losses
+
+
+def by_hand(name: str, num_updates: int) -> tuple[torch.Tensor, list[float]]:
+    return loop(BY_HAND[name], name, num_updates)
+
+
+def loop(function: ByHand, name: str, num_updates: int) -> tuple[torch.Tensor, list[float]]:
+    with factors_that_show(program(name)):
+        model, losses = function(program(name), num_updates)
+    return parameters_to_vector(model.parameters()).detach(), losses
+
+
+@pytest.fixture(autouse=True)
+def _default_dtype() -> Any:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def assert_equal_to_rounding(found: tuple[torch.Tensor, list[float]], expected: tuple[torch.Tensor, list[float]]) -> None:
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(expected[1]), rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [*FAST])
+def test_the_first_updates_are_those_by_hand(name: str) -> None:
+    """One program of each mechanism, for a few updates on one rank."""
+    assert_equal_to_rounding(ours(name, FAST[name]), by_hand(name, FAST[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_program_is_the_loop_by_hand(name: str) -> None:
+    """Parameters and losses are equal to rounding, after an epoch or more."""
+    number = UPDATES.get(name, 18)
+    expected = by_hand(name, number)
+
+    assert_equal_to_rounding(ours(name, number), expected)
+    assert len(expected[1]) == number
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_program_is_the_loop_by_hand_on_two_ranks(name: str) -> None:
+    """Two ranks that share the micro-batches of each group end where one process does."""
+    number = UPDATES.get(name, 18)
+    expected = by_hand(name, number)
+
+    for found in run_ranks(ours, name, number):
+        assert_equal_to_rounding(found, expected)
+
+
+@pytest.mark.parametrize("name", [slow(name) if name in ("ppo", "bert", "dp_sgd") else nightly(name) for name in ON_DEMAND])
+def test_a_program_is_the_loop_by_hand_on_three_ranks(name: str) -> None:
+    """Of which one has no micro-batch at all."""
+    expected = by_hand(name, 6)
+
+    for found in run_ranks(ours, name, 6, world_size=3):
+        assert_equal_to_rounding(found, expected)
+
+
+def test_clip_is_the_loss_of_the_whole_batch() -> None:
+    """What is cut into micro-batches, and put together again, has the gradients of one batch that is not cut."""
+    assert_equal_to_rounding(ours("clip", 6), loop(clip_uncut, "clip", 6))
+
+
+class StoppedError(Exception):
+    """Ends a program in the middle."""
+
+
+def saved(name: str, directory: Path, stop_after: int = 0) -> Any:
+    """Trains a program that saves every second update of its last trainer; it may fail after the update of this number.
+
+    One that has rounds saves them itself, and fails after the first update of the round of this number.
+    """
+    script, made = program(name), {}
+
+    def create(model: torch.nn.Module, optimizer: Any, forward: Any, **arguments: Any) -> Trainer:
+        trainer = create_trainer(model, optimizer, forward, **arguments)
+        if not made and name in TWO_TRAINERS:
+            made.update(net=model, optimizer=optimizer, trainer=trainer)
+            return trainer
+        if name not in ROUNDS:
+            Checkpoint(directory, every=2, to_save=made).attach(trainer)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(event_filter=is_due), fail)
+        return trainer
+
+    def is_due(trainer: Any, number: int) -> bool:
+        if name in ROUNDS:
+            if trainer.checkpoint is None:
+                return False  # the other trainer of the round
+            number = trainer.checkpoint.to_save[ROUNDS[name]].rounds + 1
+        return number == stop_after
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "create_trainer", create)
+        model, losses = script.train(RESUMED_UPDATES, *((directory,) if name in ROUNDS else ()))
+    return bit_by_bit(model.state_dict()), losses
+
+
+def fail() -> None:
+    raise StoppedError
+
+
+def saved_twice(name: str, directory: Path) -> tuple[Any, Any]:
+    """What a program comes to in one piece, and in two: the second continues after the second update."""
+    whole = saved(name, directory / "whole")
+    with pytest.raises(StoppedError):
+        saved(name, directory / "stopped", stop_after=3)
+    return whole, saved(name, directory / "stopped")
+
+
+def check_resumed(whole: Any, resumed: Any) -> None:
+    assert resumed[0] == whole[0], "bitwise the same parameters"
+    assert resumed[1] == whole[1][2:], "and it did nothing twice"
+
+
+@pytest.mark.parametrize("name", [name if name in ("reinforce", "muon_adamw", *ROUNDS) else slow(name) for name in SCRIPTS])
+def test_a_program_that_failed_resumes_bitwise(name: str, tmp_path: Path) -> None:
+    """With a `Checkpoint` on its trainer, or on the one that ends a round, and the other trainer in `to_save`."""
+    check_resumed(*saved_twice(name, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name", [slow(name) if name in ("dcgan", "word_lstm", "sam", "ppo", "bert") else nightly(name) for name in SCRIPTS]
+)
+def test_a_program_that_failed_resumes_bitwise_on_two_ranks(name: str, tmp_path: Path) -> None:
+    """As above."""
+    for whole, resumed in run_ranks(saved_twice, name, tmp_path):
+        check_resumed(whole, resumed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_program_runs_as_it_is_started(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """`python examples/programs/NAME.py` trains and says how it went."""
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.syspath_prepend(str(FOLDER))
+    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+
+    assert "in the first updates" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_program_runs_under_torchrun() -> None:
+    """On two processes, of which the first reports."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(FOLDER / "maml.py")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
+
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("in the first updates") == 1
+
+
+def test_each_script_is_in_the_list() -> None:
+    """There is a loop by hand for each, and it fits on a few pages."""
+    assert sorted(BY_HAND) == SCRIPTS
+    assert [name for name in SCRIPTS if len((FOLDER / f"{name}.py").read_text().splitlines()) > MAX_LINES] == []
+
+
+@pytest.mark.skipif(not PAGE.is_file(), reason="looks at a checkout, which is not here")
+def test_the_table_has_the_lines_of_today() -> None:
+    """Each script has a row in docs/programs.md, whose numbers of lines `python benchmarks/programs.py` would write again."""
+    rows = re.findall(r"^\| \[`(\w+)`\]\(\S+\) \| .* \| (\d+) \| (\d+) \|", PAGE.read_text(), re.MULTILINE)
+    counted = {name: program("programs", PAGE.parent.parent / "benchmarks").lines(name) for name in SCRIPTS}
+
+    assert {name: (int(by_hand), int(loop)) for name, by_hand, loop in rows} == counted
+    assert max(loop for _, loop in counted.values()) <= MAX_LOOP
