@@ -147,11 +147,14 @@ def train_elastic(directory: Path) -> None:
     options = UpdateOptions(reduction="elastic")
     trainer = create_trainer(model, torch.optim.AdamW(model.parameters(), lr=3e-3), forward, seed=0, options=options)
 
+    own = directory / os.environ["IGNITE_TRAIN_REPLICA"]
+    own.with_suffix(".pid").write_text(str(os.getpid()))
+
     @trainer.on(Events.ITERATION_COMPLETED)
     def write(trainer: Trainer) -> None:
         state = trainer.state
         row = [time.monotonic(), state.iteration, state.update_output.loss, state.metrics["replicas"]]
-        with (directory / f"{os.environ['IGNITE_TRAIN_REPLICA']}.jsonl").open("a") as file:
+        with own.with_suffix(".jsonl").open("a") as file:
             print(json.dumps(row), file=file)
         time.sleep(0.1)  # an update of a larger model
         if (directory / "enough").exists():
@@ -168,22 +171,21 @@ def _rows(file: Path) -> list[list[float]]:
 @app.command()
 def elastic(output: Path = PICTURES / "elastic.png") -> None:
     """Draws three replicas of which two are killed, together and one after the other, and start again."""
-    from ignite_train.elastic import ElasticLauncher  # it needs torchft
-
     waiting, killed = list(VICTIMS), [0.0]  # when
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "train-elastic", folder]
-        with ElasticLauncher(command, 3, heartbeat_ms=600, join_ms=8000) as launcher:
-            while not launcher.look():
-                latest = _rows(Path(folder) / "0.jsonl")[-TOGETHER:]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        launcher = ["-m", "ignite_train.elastic", "--replicas", "3", "--heartbeat-ms", "600", "--join-ms", "8000"]
+        with subprocess.Popen([sys.executable, *launcher, __file__, "train-elastic", name]) as run:  # noqa: S603
+            while run.poll() is None:
+                latest = _rows(folder / "0.jsonl")[-TOGETHER:]
                 if len(latest) == TOGETHER and latest[0][0] > killed[-1] and all(row[3] == 3 for row in latest):
                     killed.append(latest[-1][0])
                     for number in waiting.pop(0) if waiting else ():
-                        launcher.replicas[number].process.kill()
+                        os.kill(int((folder / f"{number}.pid").read_text()), signal.SIGKILL)
                     if len(killed) > len(VICTIMS) + 1:
-                        (Path(folder) / "enough").touch()
+                        (folder / "enough").touch()
                 time.sleep(0.05)
-        rows = _rows(Path(folder) / "0.jsonl")  # of the one that is never killed
+        rows = _rows(folder / "0.jsonl")  # of the one that is never killed
     times, updates, losses, replicas = zip(*[(row[0] - rows[0][0], *row[1:]) for row in rows], strict=True)
     killed = [when - rows[0][0] for when in killed[1 : len(VICTIMS) + 1]]
     longest = [max(end - begin for begin, end in pairwise(times) if begin <= when + 5 and end >= when) for when in killed]

@@ -48,6 +48,8 @@ def test_the_plan_is_what_a_simulation_of_failures_shows(machines: int, failures
     error, mean = statistics.stdev(shares) / math.sqrt(len(shares)), statistics.fmean(shares)
 
     assert expected.update == 1.0
+    if machines < 10_000:  # there one update is short beside the interval
+        assert expected.interval == pytest.approx(goodput.best_interval(machines, costs), rel=0.03)
     assert error < 0.015 * mean
     assert expected.goodput == pytest.approx(mean, abs=4 * error)
 
