@@ -3,7 +3,6 @@
 python examples/gallery.py kills
 python examples/gallery.py cost
 python examples/gallery.py scaling
-python examples/gallery.py elastic   # needs the package torchft
 """
 
 import json
@@ -13,8 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from itertools import pairwise
 from pathlib import Path
 
 import matplotlib as mpl
@@ -24,7 +21,7 @@ from ignite.engine import Events
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from ignite_train import ForwardOutput, ResumableLoader, Trainer, UpdateOptions, create_trainer
+from ignite_train import ForwardOutput, ResumableLoader, Trainer, create_trainer
 from ignite_train.handlers import Checkpoint
 
 mpl.use("Agg")  # draws to a file: no window, no display
@@ -35,8 +32,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PICTURES = ROOT / "docs/pictures"
 INK, OURS, OTHERS, KILL = "#1f2933", "#1d4e89", "#9bb8d9", "#c4572e"
 UPDATES, KILLED_AFTER = 240, (70, 131, 190)
-TOGETHER = 50
-VICTIMS = ((1,), (2,), (1, 2))  # killed one group after the other, each when all three have made TOGETHER updates
 
 app = typer.Typer(add_completion=False)
 
@@ -134,72 +129,6 @@ def scaling(output: Path = PICTURES / "scaling.png") -> None:
         axes.set(xlabel="micro-batches" if heading == "Accumulation" else heading.lower())
     all_axes[0].set(ylabel="ms an update")
     all_axes[0].legend(frameon=False)
-    figure.savefig(output, dpi=110)
-
-
-@app.command(hidden=True)
-def train_elastic(directory: Path) -> None:
-    """Trains as one of several replicas, and writes time, update, loss and the number of replicas."""
-    torch.manual_seed(0)
-    x = torch.randn(3072, 8)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
-    data = TensorDataset(x, (x @ torch.randn(8, 4)).argmax(1))
-    options = UpdateOptions(reduction="elastic")
-    trainer = create_trainer(model, torch.optim.AdamW(model.parameters(), lr=3e-3), forward, seed=0, options=options)
-
-    own = directory / os.environ["IGNITE_TRAIN_REPLICA"]
-    own.with_suffix(".pid").write_text(str(os.getpid()))
-
-    @trainer.on(Events.ITERATION_COMPLETED)
-    def write(trainer: Trainer) -> None:
-        state = trainer.state
-        row = [time.monotonic(), state.iteration, state.update_output.loss, state.metrics["replicas"]]
-        with own.with_suffix(".jsonl").open("a") as file:
-            print(json.dumps(row), file=file)
-        time.sleep(0.1)  # an update of a larger model
-        if (directory / "enough").exists():
-            trainer.terminate()
-
-    trainer.run(ResumableLoader(data, batch_size=16, shuffle=True, seed=0), max_epochs=1000)
-
-
-def _rows(file: Path) -> list[list[float]]:
-    """What a replica has written so far, without a line that it is writing."""
-    return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
-
-
-@app.command()
-def elastic(output: Path = PICTURES / "elastic.png") -> None:
-    """Draws three replicas of which two are killed, together and one after the other, and start again."""
-    waiting, killed = list(VICTIMS), [0.0]  # when
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        launcher = ["-m", "ignite_train.elastic", "--replicas", "3", "--heartbeat-ms", "600", "--join-ms", "8000"]
-        with subprocess.Popen([sys.executable, *launcher, __file__, "train-elastic", name]) as run:  # noqa: S603
-            while run.poll() is None:
-                latest = _rows(folder / "0.jsonl")[-TOGETHER:]
-                if len(latest) == TOGETHER and latest[0][0] > killed[-1] and all(row[3] == 3 for row in latest):
-                    killed.append(latest[-1][0])
-                    for number in waiting.pop(0) if waiting else ():
-                        os.kill(int((folder / f"{number}.pid").read_text()), signal.SIGKILL)
-                    if len(killed) > len(VICTIMS) + 1:
-                        (folder / "enough").touch()
-                time.sleep(0.05)
-        rows = _rows(folder / "0.jsonl")  # of the one that is never killed
-    times, updates, losses, replicas = zip(*[(row[0] - rows[0][0], *row[1:]) for row in rows], strict=True)
-    killed = [when - rows[0][0] for when in killed[1 : len(VICTIMS) + 1]]
-    longest = [max(end - begin for begin, end in pairwise(times) if begin <= when + 5 and end >= when) for when in killed]
-    print(f"{len(updates)} updates, longest pauses in the 5 s after each SIGKILL: {[round(pause, 2) for pause in longest]} s")
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(7, 4), layout="constrained", sharex=True, gridspec_kw={"height_ratios": [3, 1]}
-    )
-    above.plot(times, losses, color=OURS, linewidth=1)
-    below.step(times, replicas, where="post", color=OURS)
-    for axes in (above, below):
-        for when in killed:
-            axes.axvline(when, color=KILL, linestyle="--", linewidth=1)
-    above.set(ylabel="loss of the update")
-    below.set(ylabel="replicas", xlabel="seconds (dashed: SIGKILL)", ylim=(0.5, 3.5), yticks=[1, 2, 3])
     figure.savefig(output, dpi=110)
 
 

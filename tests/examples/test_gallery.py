@@ -32,15 +32,6 @@ def test_a_picture_is_drawn_from_the_results(what: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_killed_replicas_are_drawn(tmp_path: Path) -> None:
-    """The run ends after three kills, and each was followed by a pause of the others."""
-    pytest.importorskip("torchft", reason="elastic replicas need the extra ignite_train[elastic]")
-    printed = drawn("elastic", tmp_path / "elastic.png")
-
-    assert re.search(r"longest pauses in the 5 s after each SIGKILL: \[[\d.]+, [\d.]+, [\d.]+\] s\n", printed)
-
-
-@pytest.mark.nightly
 def test_no_kill_changes_a_loss(tmp_path: Path) -> None:
     """Of all updates, those that were made again too."""
     printed = drawn("kills", tmp_path / "kills.png")
