@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +14,12 @@ from torch.nn.functional import cross_entropy
 
 from ignite_train import ForwardOutput, create_trainer
 from ignite_train.tools.plan import Run, plan
-from processes import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-HERE = {"elastic.md", "reliability.md", "scaling.md"}
+HERE = {"reliability.md", "scaling.md"}
 
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="looks at a checkout, and here is none")
-
-# What the block of docs/elastic.md stands in: a script that each replica runs.
-SCRIPT = """
-import sys
-import torch
-from pathlib import Path
-from ignite_train import ForwardOutput, ResumableLoader, UpdateOptions, create_trainer
-
-torch.manual_seed(0)
-dataset = [torch.randn(4) for _ in range(64)]
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-
-def forward(model, x):
-    return ForwardOutput(model(x).square().sum(), sample_size=len(x))
-
-
-{block}
-Path(sys.argv[1]).write_text(f"{{trainer.state.epoch}} {{trainer.is_elastic}}")
-"""
 
 
 def blocks(page: str) -> list[str]:
@@ -96,22 +72,3 @@ def test_the_calculator_as_a_function(capsys: pytest.CaptureFixture[str]) -> Non
     result = plan(Run(updates=100_000, compute=8.0, ranks=64, gradients=5e9, bandwidth=20e9, mtbf=2000, save=30.0))
 
     assert capsys.readouterr().out == f"Checkpoint(every={result.every}), goodput {result.goodput:.3f}\n"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(2 * DEADLINE_SECONDS)
-def test_the_elastic_script(tmp_path: Path) -> None:
-    """The block of docs/elastic.md, on two replicas."""
-    pytest.importorskip("torchft", reason="elastic replicas need the extra ignite_train[elastic]")
-    from ignite_train.elastic import ElasticLauncher
-
-    (block,) = blocks("elastic.md")
-    script, end = tmp_path / "train.py", tmp_path / "end"
-    script.write_text(SCRIPT.format(block=block), encoding="utf-8")
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    with ElasticLauncher([sys.executable, str(script), str(end)], 2) as launcher:
-        while not launcher.look():
-            assert time.monotonic() < deadline, "the replicas have not ended"
-            time.sleep(0.05)
-
-    assert end.read_text() == "3 True"
