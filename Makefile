@@ -92,9 +92,11 @@ wheel-test: $(INSTALLED)  ## the tests of `test` against the built wheel, where 
 	$(COMPILED) "$$python" -m pytest -q -n auto --maxprocesses 8 --dist worksteal -o pythonpath=tests/support tests && \
 	"$$python" -m pytest -q -o pythonpath= --pyargs ignite_train
 
-gallery: $(INSTALLED)  ## draw docs/pictures/kills.png and cost.png
+gallery: $(INSTALLED)  ## draw docs/pictures/kills.png, cost.png, scaling.png and goodput.png
 	$(BIN)/python examples/gallery.py kills
 	$(BIN)/python examples/gallery.py cost
+	$(BIN)/python examples/gallery.py scaling
+	$(BIN)/python benchmarks/goodput.py --check --picture docs/pictures/goodput.png
 
 docs: $(DOCS_VENV)/installed  ## the site, into site/; a warning or a dead link is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build

@@ -14,6 +14,8 @@ MODULES = {
     "ignite_train.checkpoint": "ignite_train/checkpoint/__init__.py",
 }
 
+ELSEWHERE = {"ignite_train.handlers": " [The ready-made handlers](../handlers.md) has them by purpose, with what each costs."}
+
 _LINK = re.compile(r"\[([^\]\n]+)\]\(([^)\s]+)\)")
 
 
@@ -27,7 +29,9 @@ def public_names(module: str) -> list[str]:
 def reference(module: str) -> str:
     """A page of the API reference, in Markdown."""
     parts = [f"::: {module}.{name}" for name in public_names(module)]
-    return "\n\n".join([f"# {module}", f"What `{module}` exports, in the order of the alphabet.", *parts, ""])
+    return "\n\n".join(
+        [f"# {module}", f"All public names of `{module}`, in alphabetical order.{ELSEWHERE.get(module, '')}", *parts, ""]
+    )
 
 
 def inside(text: str, folder: str) -> str:
@@ -45,7 +49,7 @@ def inside(text: str, folder: str) -> str:
             return match[0]
         relative = (ROOT / folder / path).resolve().relative_to(ROOT).as_posix()
         if not relative.startswith("docs/"):
-            return f"`{relative}`" if shown.strip("`") in relative else f"{shown} (`{relative}`)"
+            return f"`{relative}`" if shown.strip("`/") in relative else f"{shown} (`{relative}`)"
         return f"[{shown}]({relative.removeprefix('docs/')}{'#' if anchor else ''}{anchor})"
 
     return _LINK.sub(change, text)

@@ -1,7 +1,8 @@
-"""Draws two pictures of docs/gallery.md: a run that is killed three times, and the cost of the loop beside other libraries.
+"""Draws pictures of docs/gallery.md: killed runs, the cost of the loop beside other libraries, and how it grows.
 
 python examples/gallery.py kills
 python examples/gallery.py cost
+python examples/gallery.py scaling
 """
 
 import json
@@ -107,6 +108,27 @@ def cost(output: Path = PICTURES / "cost.png") -> None:
     axes.bar_label(bars, padding=3, color=INK, fmt="%.2f")
     axes.axvline(1.0, color=KILL, linewidth=1)
     axes.set(xlabel="time of an update", xlim=(0, 1.15 * max(ratios)))
+    figure.savefig(output, dpi=110)
+
+
+def _table(heading: str) -> list[list[float]]:
+    """The numbers in the first three columns of a table of benchmarks/scaling.md."""
+    text = (ROOT / "benchmarks/scaling.md").read_text(encoding="utf-8").partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([\d,]+) \| (\d+) \| (\d+) \|", text, re.MULTILINE)
+    return [[float(number.replace(",", "")) for number in row] for row in rows]
+
+
+@app.command()
+def scaling(output: Path = PICTURES / "scaling.png") -> None:
+    """Draws three tables of benchmarks/scaling.md: time of an update against what it grows with."""
+    figure, all_axes = plt.subplots(1, 3, figsize=(9, 3.2), layout="constrained")
+    for axes, heading in zip(all_axes, ("Tensors", "Parameters", "Accumulation"), strict=True):
+        numbers, by_hand, ours = zip(*_table(heading), strict=True)
+        axes.loglog(numbers, [microseconds / 1000 for microseconds in by_hand], "s-", color=OTHERS, label="by hand")
+        axes.loglog(numbers, [microseconds / 1000 for microseconds in ours], "o-", color=OURS, label="ignite_train")
+        axes.set(xlabel="micro-batches" if heading == "Accumulation" else heading.lower())
+    all_axes[0].set(ylabel="ms an update")
+    all_axes[0].legend(frameon=False)
     figure.savefig(output, dpi=110)
 
 

@@ -53,9 +53,9 @@ _PATIENCE_SECONDS = 30.0  # for a save in flight, when the run breaks off
 class Checkpoint(Handler):
     """Saves the whole run during training, and lets `trainer.run` resume it: killed at any moment, it ends with the same bits.
 
-    Saved are model, optimizer, loss scaling, counters, the place in the data, metrics, every handler attached to the trainer
+    It saves model, optimizer, loss scaling, counters, the position in the data, metrics, every handler attached to the trainer
     or the evaluator that has a `state_dict`, the random generators of every rank (Python, NumPy, torch on the CPU and on
-    accelerators) and of the loader, and `to_save`. Attach it alike on all ranks; saving and `trainer.run` are collective.
+    accelerators) and of the loader, and `to_save`. Attach it on all ranks; saving and `trainer.run` are collective.
 
     A checkpoint is a directory, `update-00000012`, that is renamed into place once each byte of it is on the disk, so it is
     whole or not there. Its checksums are compared when it is read; if it is damaged, the one before is used. It is taken after
@@ -102,7 +102,7 @@ class Checkpoint(Handler):
             scale, as another class of loss scaling needs.
         script_wins: options of the optimizer, such as `("lr", "weight_decay")`, that keep the script's value when the run
             resumes. All others are taken from the checkpoint, and the log lists those that differ. With `"lr"`, a restored
-            schedule keeps its place and its shape, over the script's rate.
+            schedule keeps its position and its shape, over the script's rate.
         give_up_after: with `on_error="warn"`, this many failures in a row are raised.
         on_changed_data: what happens if a run resumes in the middle of an epoch with another loader (another seed, length or
             batch size, for example), so that samples would be missed or used twice: `"raise"`, or `"warn"` and continue.
@@ -112,8 +112,8 @@ class Checkpoint(Handler):
             `consolidate` makes one file of both.
 
     Attributes:
-        held_seconds: how long the latest save held the run, in seconds.
-        total_held_seconds: how long all saves of this process have held it, in seconds.
+        held_seconds: how long the run waited for the latest save, in seconds.
+        total_held_seconds: how long the run waited for all saves of this process, in seconds.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -206,7 +206,7 @@ class Checkpoint(Handler):
     def load_best(self) -> BestCheckpoint:
         """Loads the model of the best checkpoint into the model of the run, at the end of a script. Collective.
 
-        Nothing else is loaded: optimizer, counters and handlers stay those of the end of training. To train on from the best
+        Nothing else is loaded: optimizer, counters and handlers stay as training has left them. To train on from the best
         checkpoint, pass its path to `trainer.run(resume=...)` in a new script.
 
         Returns:

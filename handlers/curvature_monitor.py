@@ -32,18 +32,18 @@ class CurvatureMonitor(Handler):
 
     The power iteration (G. Golub and C. Van Loan, Matrix Computations, 7.3) repeats v ← Hv / ‖Hv‖ from a random v, with λ =
     vᵀHv, until ‖Hv - λv‖ ≤ `tolerance` · |λ|. Each step of it costs a forward and two backwards of the group, reads of the
-    device, and on several ranks an all-reduce of the size of the block. All that forward changes is put back, so that a run
+    device, and on several ranks an all-reduce of the size of the block. All that forward changes is restored, so that a run
     with it has the bits of one without; except for what forward keeps outside of the modules.
 
     Forward runs without autocast, without `torch.compile` and without the wrapper. It must be differentiable twice: fused
     attention is not, so use `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` in it. Sharded models are refused. All ranks
-    attach it alike.
+    must attach it.
 
     Args:
         forward: the function that the trainer was made with. Collectives in it must be met by equally many micro-batches.
         every: it looks after each update whose number is a multiple of this.
         blocks: modules of the model by name; None: the whole model as one, `"model"`.
-        max_iterations: of the power iteration; where it ends by that, the latest λ is published.
+        max_iterations: of the power iteration; where it ends by that, the metric is the latest λ.
         tolerance: relative, in (0, 1).
         seed: of the first v.
 

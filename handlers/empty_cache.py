@@ -46,7 +46,7 @@ class EmptyCache(Handler, Piggyback):
         self._is_due = False  # on all ranks
 
     def attach(self, trainer: Trainer, event: Event = every(1000, Events.ITERATION_COMPLETED)) -> RemovableEventHandle:
-        """Empties the cache at `event`, or looks there whether to do so. All ranks attach it alike."""
+        """Empties the cache at `event`, or checks there whether to do so. All ranks must attach it."""
         if self.fragmentation is not None and collectives.world_size() > 1:
             trainer.piggybacks.append(self)
             trainer.add_event_handler(Events.ITERATION_COMPLETED, self._empty_if_due)

@@ -58,15 +58,15 @@ class FailureBoard(Handler):
     """Ends all ranks within seconds, with a line that names the cause, when a rank raises in `trainer.run` or is killed.
 
     Without it the other ranks wait in their next collective until its timeout (10 or 30 minutes), or until a connection breaks.
-    All ranks attach it alike: STARTED is collective. In a single process it does nothing.
+    All ranks must attach it: STARTED is collective. In a single process it does nothing.
 
     A rank that raises first writes its rank, update and exception to the store at which the ranks met. Its exception is raised
     unchanged as soon as all others have read that, at most four seconds later. Only the first failure of a run is kept. On
-    every rank a thread looks at the store four times a second, through a connection of its own. When it finds the failure of
+    every rank a thread reads the store four times a second, through a connection of its own. When it finds the failure of
     another rank it logs `rank 1 failed at update 5: RuntimeError: ...` as an error, and then
 
     - a main thread that is still running raises `PeerFailureError` at the next event of the trainer;
-    - a main thread that ends with an exception of its own keeps it, with a note about the first failure, unless they are alike;
+    - a main thread that ends with an exception of its own keeps it, with a note about the first failure, unless it is the same;
     - where the main thread does neither within a second, it most likely waits in a collective of gloo, which cannot be
       interrupted. The process ends with status 1: logs are flushed, but no `finally` and no `atexit` runs.
 
@@ -104,7 +104,7 @@ class FailureBoard(Handler):
         trainer.prepend_event_handler(Events.EXCEPTION_RAISED, self._fail)
 
     def detach(self, trainer: Trainer) -> None:
-        """Watches no later run of `trainer`; one that is running is watched until it is over."""
+        """Watches no later run of `trainer`; a run under way is watched until it is over."""
         trainer.on_enter.remove(self._start)
 
     def _start(self, trainer: Trainer) -> None:

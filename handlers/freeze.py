@@ -25,7 +25,7 @@ class Freeze(Handler):
     gradients, and they cross the ranks; freeze with `requires_grad_(False)`, before the model is wrapped, what never trains.
 
     Parameters begin to train with fresh moments. Buffers are not frozen: call `module.eval()` before the run. It has no state:
-    a resumed run asks the counters. All ranks attach it alike. Several of them can thaw a model block by block.
+    a resumed run follows from the counters. All ranks must attach it. Several of them can thaw a model block by block.
 
     Args:
         module: a module of the model, or some of its parameters.

@@ -47,16 +47,16 @@ class GradientMonitor(Handler):
 
     - `"layer_grad_norm/NAME"`: the L2 norm of its mean gradient, over all micro-batches and ranks, before clipping;
     - `"layer_weight_norm/NAME"`: the L2 norm of its weights before the step;
-    - `"update_ratio/NAME"`: the L2 norm of the step divided by that of the weights; about 0.001 is usual (A. Karpathy's
+    - `"update_ratio/NAME"`: the L2 norm of the step divided by the norm of the weights; about 0.001 is usual (A. Karpathy's
       lectures on neural networks). Left out while the weights are zero;
     - `"dead_layers"`: how many layers have a gradient of zero, or none. Layers that `Freeze` freezes are among them.
 
-    A layer is a module with parameters of its own. An update that is skipped publishes nothing. Between two publications it
-    does nothing. In an update that it looks at it holds a copy of the weights, has its numbers transferred to the host once,
-    and, if the model is sharded, sums them over the ranks once; a step is not queued in that update. All ranks attach it alike.
+    A layer is a module with parameters of its own. A skipped update has no such metrics. In other updates it
+    does nothing. In an update that it measures it keeps a copy of the weights, has its numbers transferred to the host once,
+    and, if the model is sharded, sums them over the ranks once; a step is not queued in that update. All ranks must attach it.
 
     Args:
-        every: it looks at each update whose number is a multiple of this.
+        every: it measures each update whose number is a multiple of this.
         depth: put layers together whose names have the same first parts, this many; None: each layer by itself.
         with_histograms: count the elements of weights and gradients by size, which takes as long as sorting them.
 

@@ -34,7 +34,7 @@ _SILENCE_SECONDS = 60.0  # of a rank for which another waits in a collective
 class HangWatch(Handler):
     """Ends all ranks, each with its stacks on standard error, when one of them keeps the others waiting for `timeout_seconds`.
 
-    All ranks attach it alike: STARTED is collective. It costs an update nothing. On every rank a thread writes the trainer's
+    All ranks must attach it: STARTED is collective. It costs an update nothing. On every rank a thread writes the trainer's
     counters to the store at which the ranks met, about once a second. With several ranks it acts in two cases only:
 
     - A rank has been silent for `timeout_seconds`, or for 60 seconds while another waits for it in a collective (180 by default

@@ -28,7 +28,7 @@ class LogFile(RecordingHandler):
     that is not a single number becomes several, or is left out with one warning. A class for another format defines `_updates`
     and `_add`.
 
-    A line is with the operating system as soon as it is written. A run that resumes cuts off what was written after its
+    A line is with the operating system as soon as it is written. A run that resumes removes what was written after its
     checkpoint, and continues: each line is there once. A run that starts from the beginning renames the file of an earlier one
     to `*.old.1`, the next to `*.old.2`, and so on.
 
@@ -67,7 +67,7 @@ class LogFile(RecordingHandler):
         return {"written": self.written, "latest": self._latest, "lines": self._lines}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Has the next line stand after those that were there when `state_dict` was taken.
+        """Removes the lines that were written after `state_dict` was taken.
 
         Raises:
             TypeError: `state_dict` is not a mapping.

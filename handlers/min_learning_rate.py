@@ -50,7 +50,7 @@ class MinLearningRate(Handler):
         """Checks the rates at `event`, and before the first update.
 
         Raises:
-            ValueError: `optimizer` is not that of `trainer`.
+            ValueError: `optimizer` is not the trainer's.
         """
         refuse_other_optimizer(trainer.optimizers, self.optimizer)
         trainer.on_enter.append(self)

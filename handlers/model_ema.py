@@ -23,9 +23,9 @@ class ModelEMA(AveragingHandler):
 
     Args:
         decay: the weight of the average, in [0, 1), or a function that gives it for the number of the averaging, 1 for the
-            first: a schedule, such as that of a momentum teacher.
+            first: a schedule, such as a momentum teacher has.
         warm_up: begin with a smaller decay, min(decay, (1 + n) / (10 + n)) in averaging n, so that the first weights do not
-            stay in the average for long. The formula is that of TensorFlow's ExponentialMovingAverage. Without effect if
+            stay in the average for long. TensorFlow's ExponentialMovingAverage has the same formula. Without effect if
             `decay` is a function.
         device: where the averages are; None: where the weights are. With `"cpu"`, a model on an accelerator is copied to the
             host in each averaging, which waits for the device; `attach(trainer, STEP_COMPLETED(every=10))` averages less often.

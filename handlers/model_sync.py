@@ -17,13 +17,13 @@ __all__ = ["ModelSync"]
 
 
 class ModelSync(Handler):
-    """Gives all ranks the same buffers before an evaluation, made of those of all ranks.
+    """Gives all ranks the same buffers before an evaluation, computed from the buffers of all ranks.
 
     Each rank's normalisation layers see the samples of that rank only, so their running statistics differ, with
     `reduction="explicit"` and with `DistributedDataParallel(broadcast_buffers=False)`. An evaluator of `create_evaluator` takes
     those of rank 0; any other engine evaluates another model on each rank. This handler puts the statistics of all ranks in
     their place: the mean of the means, and the variance of the samples of all ranks together, as if each rank had seen equally
-    many. Other buffers are those of rank 0.
+    many. Other buffers are taken from rank 0.
 
     Training does not depend on running statistics. They continue from what they are set to, the same on all ranks. Parameters
     are equal on all ranks by the way in which they are trained, which `StateConsistency` checks. In a single process it does
@@ -46,7 +46,7 @@ class ModelSync(Handler):
         self._model: nn.Module | None = None
 
     def attach(self, trainer: Trainer, *, evaluator: Engine) -> None:
-        """Acts when `evaluator` begins, before an average of the weights is put into the model. All ranks attach it alike.
+        """Acts when `evaluator` begins, before an average of the weights is put into the model. All ranks must attach it.
 
         Raises:
             TypeError: `evaluator` is not an engine that evaluates.

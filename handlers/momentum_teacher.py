@@ -37,8 +37,8 @@ class MomentumTeacher(Handler):
     about.
 
     The teacher is saved with the run: its parameters once for all ranks, and the buffers of each rank, which differ as those of
-    the student do. `consolidate --entry MomentumTeacher` writes it as a file. All ranks attach it alike; they begin with the
-    weights of rank 0. Where the student is sharded, shard the teacher alike.
+    the student do. `consolidate --entry MomentumTeacher` writes it as a file. All ranks must attach it; they begin with the
+    weights of rank 0. Where the student is sharded, shard the teacher in the same way.
 
     Args:
         teacher: a module of its own, whose parameters the optimizer does not have. `requires_grad` becomes False.

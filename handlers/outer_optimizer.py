@@ -47,7 +47,7 @@ class OuterOptimizer(Handler):
     replicas keep their weights, and the next one is made H updates later. Buffers stay each rank's own: see `ModelSync`.
 
     It costs memory for a copy of the weights, the state of the outer optimizer, and at an outer step the differences twice
-    more; and an all-reduce of the weights every H updates, for which the device is waited for. All ranks attach it alike.
+    more; and an all-reduce of the weights every H updates, for which the device is waited for. All ranks must attach it.
 
     Args:
         optimizer: the outer one, over the parameters that are trained, all of them.

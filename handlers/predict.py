@@ -32,7 +32,7 @@ def predict(evaluator: Evaluator, loader: Iterable[Any], *, gather: Literal["all
     workers and the shares of the ranks are. Any other loader gives its own order, and works in a single process only.
 
     The evaluator's state is afterwards what it was before, and handlers of its COMPLETED are not called, so that predictions do
-    not count as a validation. All ranks call it alike: they exchange the indices of their samples once, and the outputs once.
+    not count as a validation. All ranks must call it: they exchange the indices of their samples once, and the outputs once.
 
     Args:
         evaluator: from `create_evaluator`.
@@ -40,7 +40,7 @@ def predict(evaluator: Evaluator, loader: Iterable[Any], *, gather: Literal["all
         gather: which ranks get the outputs: `"all"` of them get all outputs; or rank 0, the `"main"` one, gets all and the
             others None, where one rank writes them to a file, say; or each rank gets its own and `"none"` of the others', as
             where they would not fit into the memory of one: in the order of the dataset, and None on a rank without samples.
-            Forward may have the index of each sample among its outputs, to tell which they are.
+            Forward may put the index of each sample into its outputs, to identify the samples.
 
     Returns:
         The outputs, on the CPU, with the structure that forward gave them.

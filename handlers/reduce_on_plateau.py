@@ -38,7 +38,7 @@ class ReduceOnPlateau(ScoreHandler):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the scheduler's mode is not `mode`, or not the one that the score's name tells.
+        ValueError: the scheduler's mode is not `mode`, or not the one that follows from the score's name.
 
     Example:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -77,7 +77,7 @@ class ReduceOnPlateau(ScoreHandler):
         """Lowers the rate during the runs of `trainer`.
 
         Raises:
-            ValueError: the scheduler is of another optimizer than that of `trainer`.
+            ValueError: the scheduler is of another optimizer than the trainer's.
         """
         refuse_other_optimizer(trainer.optimizers, self.scheduler)
         super().attach(trainer)

@@ -31,11 +31,11 @@ class SeveralGradients(Handler):
     For PCGrad (arXiv:2001.06782), CAGrad (arXiv:2110.14048), GradNorm (arXiv:1711.02257) and their like. Forward returns its
     loss as a mapping, `{"depth": (depth_sum, num_pixels), "labels": (label_sum, num_labels)}`; see
     `UpdateOptions(sample_sizes=...)`. In GRADIENTS_REDUCED the function gets Σ∇term / Σn of each term, over all micro-batches
-    and ranks, however the samples were cut. What it returns replaces the gradient; then norm, clipping and step follow.
+    and ranks, however the samples were divided. Its result replaces the gradient; then norm, clipping and step follow.
 
-    Backward runs once more for each term, before that of their sum, and as many gradients are held. On several ranks each term
-    costs one all-reduce of the size of the parameters. It has no state: save what the function remembers with
-    `Checkpoint(to_save=...)`. All ranks attach it alike.
+    Backward runs once more for each term, before the backward of their sum, and as many gradients are kept in memory. On
+    several ranks each term costs one all-reduce of the size of the parameters. It has no state: save what the function
+    remembers with `Checkpoint(to_save=...)`. All ranks must attach it.
 
     Args:
         combine: `combine(gradients)` gets the gradients by the names of the terms, in alphabetical order: vectors of shape

@@ -127,7 +127,7 @@ class StateConsistency(PiggybackHandler):
     rank holds, and objects that are neither tensors nor numbers nor strings. Shards that several ranks hold, as with
     `fully_shard` over a mesh of two dimensions (HSDP), are compared among these ranks. Optimizers must keep the same state on
     all ranks, as torch's do, except for `ZeroRedundancyOptimizer`. With `reduction="local"` it compares after the updates in
-    which `OuterOptimizer` has made the replicas equal; pass `optimizer_state=False` there. All ranks attach it alike.
+    which `OuterOptimizer` has made the replicas equal; pass `optimizer_state=False` there. All ranks must attach it.
 
     Args:
         model: the model, in `DistributedDataParallel` or not.

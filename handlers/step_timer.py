@@ -61,7 +61,7 @@ class StepTimer(PiggybackHandler):
     waited for. On several ranks the means of each interval travel with the statistics of the next update. So each rank knows
     the slowest one: `"slowest_rank"`, the rank that took longest for data, forward, optimizer and handlers, where no rank waits
     for another, and `"slowest_to_median"`, its time over the time of the median rank (of two ranks, of the other rank), are
-    published in `trainer.state.metrics`.
+    put into `trainer.state.metrics`.
 
     Args:
         window: how many of the latest updates are kept.
@@ -122,7 +122,7 @@ class StepTimer(PiggybackHandler):
         return handle
 
     def detach(self, trainer: Trainer) -> None:
-        """Measures no later updates; what was measured stays. All ranks call it alike."""
+        """Measures no later updates; what was measured stays. All ranks must call it."""
         super().detach(trainer)
         trainer.on_enter.remove(self._start)
         trainer.remove_event_handler(self._end_update, Events.ITERATION_COMPLETED)
@@ -134,13 +134,13 @@ class StepTimer(PiggybackHandler):
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """A `with` whose time is that of a section of your own, in the main thread. Outside of a run it does nothing.
+        """A context manager that times a section of your own, in the main thread. Outside of a run it does nothing.
 
         Args:
             name: its name. Inside another section of your own it is `"outer/name"`.
 
         Raises:
-            ValueError: `name` is that of a section of the update.
+            ValueError: `name` is the name of a section of the update.
         """
         if name in SECTIONS:
             raise ValueError(f"name must not be that of a section of the update ({', '.join(SECTIONS)}), got {name!r}")

@@ -19,7 +19,7 @@ class StochasticWeightAveraging(AveragingHandler):
     By default it takes the weights at the end of each epoch, once `start` steps were made. The schedule of the learning rate is
     yours: torch's `SWALR` in a `LearningRateSchedule`, say. The running statistics of normalisation layers are averaged too,
     which takes the place of the paper's pass over the data for them. What is averaged, how it is evaluated, saved and exported
-    is as for `ModelEMA`. Until the first averaging the average is that of the weights of the moment.
+    is as for `ModelEMA`. Until the first averaging the average is the present weights.
 
     Args:
         start: how many steps come before the first weights that count; 0: all weights count.

@@ -128,7 +128,7 @@ class TensorBoard(RecordingHandler):
     ) -> RemovableEventHandle:
         """Writes what `samples` returns at `event`: predictions, say, as texts or pictures.
 
-        All ranks call this alike, and `samples` is called on all of them, since the forward of a sharded model needs them all.
+        All ranks must call this, and `samples` is called on all of them, since the forward of a sharded model needs them all.
 
         Args:
             trainer: the trainer.

@@ -59,21 +59,21 @@ class TrainingMetrics(Handler):
 
     - `"data_seconds"`: waiting for the loader; `"forward_seconds"`; `"backward_seconds"`, with the reductions that overlap it;
       `"reduction_seconds"`: what is left of them, and the norm; `"optimizer_seconds"`; `"evaluation_seconds"`: of `Validation`
-      and of the evaluators that `attach` was given; `"checkpoint_seconds"`: what saving has held the run;
+      and of the evaluators that `attach` was given; `"checkpoint_seconds"`: the time for which the run waited for saves;
       `"handler_seconds"`: all other handlers; `"between_updates_seconds"`, in a session: what the script does outside of
-      `update`. Together they are the time since the metrics were last published;
+      `update`. Together they are the time since the interval began;
     - `"update_seconds"`: forward, backward, reduction and optimizer;
     - `"data_wait"`: data / (data + update). Above a few percent, add workers;
     - `"samples_per_second"` (of sample_size), `"updates_per_second"`, and `"tokens_per_second"` for a log `"tokens"` that
       `per_second` names: per second of data and update, without the other sections;
     - `"train_wall"`: data and update, `"wall"`: all sections, since training began, earlier processes included;
-    - `"time_to_go"`: the updates that remain, at the speed since the metrics were last published, and as much evaluation,
+    - `"time_to_go"`: the updates that remain, at the speed of the interval, and as much evaluation,
       saving and handlers for each of them as there was since training began;
     - `"model_flop_utilisation"` on request: `flops_per_sample` · samples per second / (`peak_flops` · ranks), as defined by
       Chowdhery et al., PaLM, 2022, appendix B.
 
     Of the memory, in GiB and of this rank: `"memory_allocated"`, `"memory_reserved"` and `"memory_peak"` of the model's
-    accelerator, the last since the metrics were last published; `"host_memory"`, resident now (at most, where the system does
+    accelerator, the last of the interval; `"host_memory"`, resident now (at most, where the system does
     not tell).
 
     All of it comes from the statistics that the update reduces anyway and from this rank's clock and allocator: no collective
@@ -81,10 +81,10 @@ class TrainingMetrics(Handler):
     the same means as in a run that was not.
 
     Args:
-        base2: publish `"loss_base2"`.
-        perplexity: publish `"perplexity"`.
+        base2: add `"loss_base2"`.
+        perplexity: add `"perplexity"`.
         per_second: names of logs that count something, such as `("tokens",)`.
-        memory: publish the memory.
+        memory: add the memory.
         flops_per_sample: floating point operations of forward and backward for a sample_size of 1; about 6 times the number of
             parameters for a token of a transformer. Needs `peak_flops`.
         peak_flops: what one device can do in a second, by its data sheet.
@@ -136,7 +136,7 @@ class TrainingMetrics(Handler):
     def attach(self, trainer: Trainer, event: Event = EVERY_50, *, evaluator: Engine | None = None) -> RemovableEventHandle:
         """Publishes at `event`, before whatever reads the metrics there.
 
-        What is left at the end of the run is published before other handlers of COMPLETED.
+        The last interval ends with the run, before other handlers of COMPLETED.
 
         Args:
             trainer: the trainer.

@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Validation(Handler):
-    """Runs an evaluator over a loader and keeps the best score. Collective: all ranks attach it alike.
+    """Runs an evaluator over a loader and keeps the best score. Collective: all ranks must attach it.
 
     Results are in `evaluator.state.metrics`, from which loggers read that know the evaluator. If two events fire after the
     same update, such as the end of an epoch and every N updates, it validates once.
@@ -39,7 +39,7 @@ class Validation(Handler):
             best, NaN never.
         sanity: before the first update, evaluate this many micro-batches, so that an error in the evaluation, or a score that
             this handler, `EarlyStopping`, `ReduceOnPlateau` or `Checkpoint` misspells, is found at once; 0: do not. The result
-            is dropped, handlers of the evaluator's COMPLETED do not run, and random numbers are put back.
+            is dropped, handlers of the evaluator's COMPLETED do not run, and random numbers are restored.
 
     Attributes:
         best: the best score so far, or None.
@@ -118,7 +118,7 @@ class Validation(Handler):
         return [self.evaluator]
 
     def improves(self, evaluator: Engine) -> bool:
-        """Whether the evaluator is its own, and its score is better than the best before."""
+        """Returns whether the evaluator is this handler's, and its score is better than the best before."""
         metrics = evaluator.state.metrics
         return evaluator is self.evaluator and self.score in metrics and self._is_better(score_in(metrics, self.score))
 

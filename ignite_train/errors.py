@@ -110,7 +110,7 @@ class UnlikeParametersError(TrainingError, RuntimeError):
 
     Attributes:
         parameter: the first such parameter.
-        ranks: those that have a gradient of it.
+        ranks: the ranks that have a gradient of it.
     """
 
     def __init__(self, parameter: str, ranks: tuple[int, ...]) -> None:
@@ -142,7 +142,7 @@ class LearningRateError(TrainingError, ValueError):
 
 
 class GradientAccessError(TrainingError, RuntimeError):
-    """A handler has asked for gradients, changed them or stepped along them where they are not those of the update."""
+    """A handler has read gradients, changed them or called `step` at an event where `.grad` is not the update's gradient."""
 
 
 class CheckpointError(TrainingError, RuntimeError):
@@ -150,7 +150,7 @@ class CheckpointError(TrainingError, RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A file of the checkpoint is missing, cut short or altered, or the path is not a checkpoint.
+    """A file of the checkpoint is missing, truncated or altered, or the path is not a checkpoint.
 
     Attributes:
         path: of the checkpoint.
@@ -263,7 +263,7 @@ class LossScaleFloorError(TrainingError, FloatingPointError):
 
 
 class MembersChangedError(TrainingError, RuntimeError):
-    """Elastic replicas: a replica was lost, or one has come. The update is taken back and made again; no user sees it."""
+    """Elastic replicas: a replica was lost, or one has joined. The update is undone and made again; no user sees this error."""
 
 
 class FellBehindError(TrainingError, RuntimeError):

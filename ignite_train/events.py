@@ -97,7 +97,7 @@ def every(number: int, event: CallableEventWithFilter, *, early: bool = False) -
 def only(name: str | None, event: CallableEventWithFilter = TrainEvents.STEP_COMPLETED) -> CallableEventWithFilter:
     """Returns `event` for the updates of one name alone, which `trainer.update(..., name=...)` gives; None: those without one.
 
-    A handler that is to follow the ordinary updates only, and not those of another forward, is attached at it:
+    Attach to it a handler that must follow the ordinary updates only, and not updates with another forward:
     `ModelEMA().attach(trainer, only(None))`.
 
     Args:

@@ -80,14 +80,14 @@ class ForwardOutput(NamedTuple):
         loss: the loss **summed** over the micro-batch, a tensor with one element and, in training, a graph. Where `sample_size`
             is left out, it is taken as a mean of weight 1. Several losses with denominators of their own are a mapping,
             `{"mlm": (mlm_sum, num_masked), "nsp": (nsp_sum, num_pairs)}`, without a `sample_size`: the update is along
-            Σ∇mlm/Σnum_masked + Σ∇nsp/Σnum_pairs, and each mean is published as `"loss/mlm"` and so on. A term without samples
+            Σ∇mlm/Σnum_masked + Σ∇nsp/Σnum_pairs, and each mean is shown as `"loss/mlm"` and so on. A term without samples
             must be a sum of 0. See `UpdateOptions(sample_sizes=...)`.
         sample_size: the weight of this micro-batch in the mean: its targets, tokens or samples. A number or a scalar tensor,
             at least 0. The update's gradient is Σ∇loss / Σsample_size over all micro-batches and ranks.
         logs: sums to be added up over micro-batches and ranks beside the loss; numbers or scalar tensors by name, whose means
             are per sample: `{"accuracy": num_correct}`. What is a mean already is given as `{"accuracy": Mean(mean)}`. A pair
             such as `{"nll": (nll_sum, num_tokens)}` has a denominator of its own, which is added up too. The names of
-            metrics that are published anyway, such as `"loss"` and `"learning_rate"`, are refused.
+            metrics that exist anyway, such as `"loss"` and `"learning_rate"`, are refused.
         outputs: anything that handlers and Ignite's metrics are to see of this micro-batch, such as `(y_pred, y)`. Neither
             reduced nor kept: it is an evaluator's `state.output`, and `state.forward_output.outputs` in an update, where it
             still has its graph.

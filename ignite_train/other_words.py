@@ -23,9 +23,9 @@ _HANDLERS = "MyHandler(...).attach(trainer) for each of them, or @trainer.on(Eve
 OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
     # Arguments of each function and class.
     "": {
-        _RUN: "epochs num_epochs n_epochs max_epoch num_train_epochs max_num_epochs",
+        _RUN: "epochs num_epochs n_epochs max_epoch max_epochs num_train_epochs max_num_epochs",
         "trainer.run(loader, max_iters=1000), which counts updates": (
-            "steps max_steps num_steps iterations num_iterations max_updates"
+            "steps max_steps num_steps iterations num_iterations max_updates max_iters"
         ),
         "trainer.run(loader)": "train_loader train_dataloader train_dataloaders dataloader loader data train_dataset dataset",
         "resume='auto', which is the default, 'must' or a path": "ckpt_path checkpoint resume_from resume_from_checkpoint",
@@ -80,6 +80,8 @@ OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
         "nothing: the end of a run is always saved": "save_last save_on_train_end",
     },
     "EarlyStopping": {"EarlyStopping(evaluator, 'accuracy', patience=3).attach(trainer)": "() score_function trainer"},
+    "ModelEMA": {"decay=0.999, the part of the average that stays": "momentum beta alpha"},
+    "TimeLimit": {"TimeLimit(3600), in seconds": "hours minutes duration max_time"},
     "TensorBoard": {"log_dir='runs/first', the first argument": "directory save_dir path logdir"},
     # Attributes.
     "Trainer": {
@@ -96,6 +98,9 @@ OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
         "logs={...} in ForwardOutput, and trainer.state.metrics with TrainingMetrics": (
             "log log_dict metrics logs logged_metrics callback_metrics history"
         ),
+        "create_trainer(model, optimizer, forward), and trainer.run(loader), which take them as they are": "prepare",
+        "Checkpoint('runs/first').attach(trainer): a handler attaches itself": "attach",
+        "idist.get_rank() == 0, with import ignite.distributed as idist": "is_global_zero is_main_process is_rank_zero rank",
         "trainer.state.update_output.loss": "loss loss_value",
         "trainer.state.update_output.learning_rates": "lr learning_rate",
         _SCHEDULE: "scheduler lr_scheduler schedulers",
@@ -123,9 +128,12 @@ OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
         "from ignite_train.handlers import EarlyStopping": "EarlyStoppingCallback",
         "from ignite_train.handlers import LearningRateFinder": "FastaiLRFinder LRFinder",
         "from ignite_train.handlers import TimeLimit": "Timer",
-        "from ignite.engine import Events": "Events Engine State",
+        "from ignite.engine import Events": "Events",
+        "from ignite.engine import Engine": "Engine",
+        "a function and @trainer.on(Events.EPOCH_COMPLETED), or a class with attach(trainer)": "Callback TrainerCallback",
+        "from ignite.metrics import Accuracy, whose metrics are attached to an evaluator": "Accuracy Loss Precision Recall",
         "deterministic(seed) of ignite_train, or create_trainer(..., seed=0)": "seed_everything set_seed manual_seed",
-        "create_trainer(model, optimizer, forward)": "TrainingArguments LightningModule Accelerator TrainerCallback",
+        "create_trainer(model, optimizer, forward)": "TrainingArguments LightningModule Accelerator",
     },
 }
 """By place, the remedies and the words that each of them answers. `"*"` answers all others."""

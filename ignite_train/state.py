@@ -22,7 +22,7 @@ SkippedReason = Literal["overflow", "nonfinite", "no_samples"]
 
 @dataclass(frozen=True)
 class UpdateOutput:
-    """What one update did. Every number is over all micro-batches and ranks, and bitwise the same on every rank.
+    """The record of one update. Every number is over all micro-batches and ranks, and bitwise the same on every rank.
 
     Attributes:
         loss: Σloss / Σsample_size; NaN if there was no sample.
@@ -35,7 +35,7 @@ class UpdateOutput:
         num_micro_batches: how many micro-batches took part.
         num_out_of_memory: how often forward or backward ran out of memory and was recovered from.
         logs: the sum of each entry of the `logs` that `forward` returned.
-        log_weights: the sum of the denominator of those of them that have their own; the others are per `sample_size`.
+        log_weights: the sums of the denominators of logs that have their own; the other logs are per `sample_size`.
         grad_norms: where `max_grad_norm` is a mapping, the norm over the parameters of each optimizer, by its name.
         clip_coefficients: where `max_grad_norm` is a mapping, the coefficient of each optimizer, by its name.
         num_evaluations: how often forward and backward have run over the group: once, or more often with `closure`. Loss and
@@ -126,12 +126,12 @@ class TrainState(_Carrying):
             way; they are waited for where they are asked for.
         forward_output: what `forward` returned for the running micro-batch; None outside of it.
         update_output: the record of the latest update, set before GRADIENTS_READY; None before the first. In
-            GRADIENTS_REDUCED it is the record so far, whose norm is that of the gradients before handlers change them.
+            GRADIENTS_REDUCED it is the record so far, whose norm is of the gradients before handlers change them.
         output: what Ignite's handlers read: what `output_transform` made of `update_output`; by default the same object, and
             with `create_supervised_trainer` the loss. After a resume it is made of the record that was saved; it is None until
             the first update where `output_transform` needs a micro-batch too.
-        metrics: numbers that handlers publish, by name.
-        carried: what forward carries from micro-batch to micro-batch on this rank; see `Carried`.
+        metrics: numbers of handlers, by name.
+        carried: state that forward keeps from micro-batch to micro-batch on this rank; see `Carried`.
         micro_batch_in_group: index of the running micro-batch in its group, from 0; None outside of one, and in a forward that
             is run on a placeholder.
         group_size: micro-batches of this rank in the running group; None where there is none, and where a loader without a
@@ -183,7 +183,7 @@ class TrainState(_Carrying):
         self._progress, self._size_of = progress, size_of
 
     def get_event_attrib_value(self, event_name: Any) -> int:
-        """The counter that a filter on `event_name` looks at.
+        """The counter that a filter on `event_name` counts.
 
         Raises:
             RuntimeError: the event has no counter.

@@ -85,7 +85,7 @@ class DefaultHandler(Protocol):
     """A handler that is attached by default, and taken off where the user attaches one of its kind; see `protection.py`."""
 
     def detach(self, trainer: Trainer) -> None:
-        """Undoes its `attach`. All ranks call it alike."""
+        """Undoes its `attach`. All ranks must call it."""
 
 
 @dataclass(slots=True)
@@ -199,7 +199,7 @@ class Trainer(Loop):
         """Trains until a limit is reached.
 
         A second call continues where the first ended, whether by its limit, by `terminate` or by an exception; a run that has
-        reached its limit does nothing and says so. All ranks call it alike.
+        reached its limit does nothing and says so. All ranks must call it.
 
         Args:
             data: a loader of micro-batches, sized or not; the trainer groups them. Ranks may have different numbers. With None,
@@ -243,7 +243,7 @@ class Trainer(Loop):
 
     @contextmanager
     def session(self, *, max_iters: int | None = None, resume: str | Path = "auto") -> Iterator[TrainState]:
-        """A run whose updates are asked for by `update`, one by one, and not cut from a loader.
+        """A run whose updates are made by calls of `update`, and not from a loader.
 
             with trainer.session() as state:
                 for micro_batch in micro_batches[state.iteration :]:
@@ -291,7 +291,7 @@ class Trainer(Loop):
         return self.progress.iterating or self.progress.updating
 
     def update(self, micro_batches: list[Any], *, forward: Forward | None = None, name: str | None = None) -> UpdateOutput:
-        """Does one update on the group that it is given, as `run` does on those that it cuts from a loader.
+        """Makes one update from the micro-batches that it is given, as `run` does from those of a loader.
 
         ITERATION_STARTED, the events of `TrainEvents` and ITERATION_COMPLETED fire, and the counters count; nothing of epochs
         or loaders fires. All ranks call it equally often. Their lists may differ in length or be empty. Where the model is
@@ -307,9 +307,9 @@ class Trainer(Loop):
 
         Args:
             micro_batches: the group of this rank, of any length, whatever `accumulation_steps` is.
-            forward: runs in the place of the trainer's own, in this update only, as for a regulariser that is due in every
+            forward: runs instead of the trainer's own, in this update only, as for a regulariser that is due in every
                 16th update. The update counts as any other. It is never compiled as a whole.
-            name: stands in the record as `name`, by which schedules, averages and metrics can be told `only=`.
+            name: the `name` in the record, by which `only` selects updates for schedules, averages and metrics.
 
         Returns:
             The record of the update.
@@ -449,7 +449,7 @@ class Trainer(Loop):
             self.requests.interrupt = True
 
     def mark_everything(self) -> None:
-        """Has each update remember buffers and random state, so that one that an exception breaks off leaves no trace.
+        """Has each update remember buffers and random state, so that an update that ends with an exception leaves no trace.
 
         Without this they are remembered only where a setting of the trainer needs it. `Checkpoint` calls it, so that a run that
         continues after an exception saves what one without the exception would.
@@ -472,7 +472,7 @@ class Trainer(Loop):
         self.state.output = output if self.output_transform is None else self.output_transform(output)
 
     def amend(self, output: UpdateOutput) -> UpdateOutput:
-        """Replaces the record that was published; the output transform is called once an update, and not again."""
+        """Replaces the record of the update; the output transform is called once an update, and not again."""
         if self.state.output is self.state.update_output:
             self.state.output = output
         self.state.update_output = output
@@ -522,7 +522,7 @@ class Trainer(Loop):
     def verify_ranks(self) -> None:
         """Compares now what the consistency checks would send with the next update. To be called before the state is saved.
 
-        An error is raised on all ranks alike. One small all-reduce for each check that is attached; without any it does
+        An error is raised on all ranks. One small all-reduce for each check that is attached; without any it does
         nothing. Collective.
         """
         for piggyback in self.piggybacks:
@@ -578,7 +578,7 @@ class Trainer(Loop):
         return self.process.named_gradients()
 
     def set_data(self, data: Any) -> None:
-        """Has the run continue with another loader. All ranks call it alike.
+        """Has the run continue with another loader. All ranks must call it.
 
         Call it between two epochs: in a handler of DATALOADER_STOP_ITERATION, EPOCH_STARTED or EPOCH_COMPLETED. In a run with
         `epoch_length` it may be called anywhere, and the next group comes from the beginning of `data`.
@@ -590,7 +590,7 @@ class Trainer(Loop):
         self.data.replace(checked_loader(data))
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # Ignite returns an OrderedDict
-        """Counters, limits, position in the epoch, user keys, the loss scaling and what forward carries.
+        """Counters, limits, position in the epoch, user keys, the loss scaling and `state.carried`.
 
         It has neither model nor optimizer: a `Checkpoint` saves these too.
 
@@ -650,7 +650,7 @@ class Trainer(Loop):
         self.state.epoch = state_dict["epochs_completed"] + self.progress.epoch_open
 
     def register_events(self, *event_names: Any, event_to_attr: Mapping[Any, str] | None = None) -> None:
-        """Adds events that can be fired; `event_to_attr` names the state attribute that their filters look at.
+        """Adds events that can be fired; `event_to_attr` names the state attribute that their filters count.
 
         The map that this trainer's filters read is its own: another engine in the process cannot re-point it. The events are
         put into Ignite's map of the whole process too, unless they are there, since loggers and `global_step_from_engine`
@@ -661,7 +661,7 @@ class Trainer(Loop):
             add_counters(self.state, event_to_attr)
 
     def add_event_handler(self, event_name: Any, handler: Any, *args: Any, **kwargs: Any) -> RemovableEventHandle:
-        """As in Ignite; a misspelt event is answered with the nearest one.
+        """Attaches a handler, as in Ignite; the error for a misspelt event names the nearest one.
 
         Raises:
             TypeError: `handler` cannot be called, or is a learning-rate scheduler or a method of one.

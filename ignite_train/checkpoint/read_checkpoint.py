@@ -90,7 +90,7 @@ class GroupInfo:
 
     Attributes:
         shapes: the shape of each parameter, by its name in the model.
-        options: its options, such as `lr`; those that are numbers, strings or lists of them.
+        options: its options, such as `lr`, if they are numbers, strings or lists of them.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -106,7 +106,7 @@ class CheckpointInfo:
         update: `state.iteration`, the updates that were made.
         epoch: `state.epoch`, the epoch that was running or had just ended.
         num_steps: the updates that moved the parameters.
-        num_skipped: those that did not.
+        num_skipped: updates that did not.
         num_micro_batches: the micro-batches of rank 0.
         world_size: how many ranks wrote it.
         score: of the model, if it was evaluated.

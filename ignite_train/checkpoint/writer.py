@@ -34,7 +34,7 @@ _logger = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
-    """Saves one checkpoint at a time. All ranks call it alike.
+    """Saves one checkpoint at a time. All ranks must call it.
 
     Args:
         path: the directory of the checkpoints.

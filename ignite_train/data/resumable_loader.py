@@ -45,7 +45,7 @@ class ResumableLoader(DataLoader[Any]):
     afterwards they get their state back: random augmentation is the same with any number of workers, and does not draw from
     the generators that the model uses. This does not cover a random `collate_fn`. It takes about 50 µs a sample;
     `seed_samples=False` saves that if a dataset draws no random numbers. A dataset that has a method `seed_sample(seed)`, for
-    generators of its own, is told a number of 64 bits before each sample, a function of the same key.
+    generators of its own, gets a number of 64 bits before each sample, a function of the same key.
 
     With `fetch_in_thread` a thread of this process reads the next micro-batches while the model computes. That helps where a
     sample waits (for a disk, a network) or is made by code that releases Python's lock, as reading and decoding in C does. A
@@ -62,7 +62,7 @@ class ResumableLoader(DataLoader[Any]):
         seed: of the order and of the samples; the same on all ranks.
         drop_last: leave out a last micro-batch that is not full.
         seed_samples: seed the generators for each sample, see above.
-        batches: makes the micro-batches, in place of `batch_size`, `shuffle` and `drop_last`; `seed` is that of the samples.
+        batches: makes the micro-batches, instead of `batch_size`, `shuffle` and `drop_last`; `seed` is for the samples.
         fetch_in_thread: read ahead in a thread, see above.
         mesh: as for `ShardedSampler`; with `batches` give it to those.
         options: `num_workers`, `collate_fn`, `pin_memory` and other options of a DataLoader, except those about order. With

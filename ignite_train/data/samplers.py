@@ -107,7 +107,7 @@ class ShardedSampler(Sampler[int]):
         self._start = min(samples, self._length)
 
     def describe(self) -> dict[str, Any]:
-        """What the order depends on, in plain types."""
+        """The settings that decide the order, in plain types."""
         return {"samples": self._length, "shuffle": self._shuffle, "seed": self._seed}
 
     def __repr__(self) -> str:

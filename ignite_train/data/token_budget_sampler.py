@@ -57,7 +57,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
     The order depends on the lengths, the budget, the seed and the epoch, and on no pass before. Pass it to a `ResumableLoader`,
     which begins at any batch without going through those before it, also on another number of ranks. As `batch_sampler` of a
-    DataLoader it gives the same batches, which a resumed run reads up to its place.
+    DataLoader it gives the same batches, which a resumed run reads up to its position.
 
     Args:
         lengths: tokens of each sample, at least 1; in a translation the larger one of source and target.
@@ -119,7 +119,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         self._start = min(batches, self.num_batches)
 
     def describe(self) -> dict[str, Any]:
-        """What the order depends on, in plain types."""
+        """The settings that decide the order, in plain types."""
         described = {"samples": self.num_samples, "lengths": self._digest, "max_tokens": self._max_tokens}
         return described | {"max_samples": self._max_samples, "shuffle": self._shuffle, "seed": self._seed}
 

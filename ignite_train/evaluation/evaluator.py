@@ -53,8 +53,8 @@ class Evaluator(Loop):
 
     `state.forward_output` is the `ForwardOutput` of the latest micro-batch. `state.output` is its `outputs`, which Ignite's
     metrics read, or the `ForwardOutput` itself where it has none. A placeholder, which a rank runs after its data has ended, is
-    no iteration: no event fires for it. `state.carried` holds what forward carries from micro-batch to micro-batch; it is
-    empty at the start of each run and separate from that of a trainer.
+    no iteration: no event fires for it. `state.carried` is the state that forward keeps from micro-batch to micro-batch; it is
+    empty at the start of each run and separate from the trainer's.
     """
 
     state: EvaluatorState

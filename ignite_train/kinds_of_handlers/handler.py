@@ -145,7 +145,7 @@ def handle_in_every_nth_update(trainer: Trainer, number: int, handlers: Mapping[
 
 
 class PiggybackHandler(Handler, Piggyback):
-    """A handler whose numbers travel with the statistics of each update. All ranks attach it alike.
+    """A handler whose numbers travel with the statistics of each update. All ranks must attach it.
 
     A derived class defines `__call__(trainer)`, which is called at the event that `attach` takes, and the methods of
     `Piggyback`. What has not travelled at the end of the run is compared by `settle`.
@@ -167,7 +167,7 @@ class PiggybackHandler(Handler, Piggyback):
         return self._handle
 
     def detach(self, trainer: Trainer) -> None:
-        """Does nothing in later updates. All ranks call it alike."""
+        """Does nothing in later updates. All ranks must call it."""
         self._handle.remove()
         if self in trainer.piggybacks:
             # A new list: an update that is under way still reads the list whose numbers it has sent.

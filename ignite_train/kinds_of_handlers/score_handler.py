@@ -23,7 +23,7 @@ _logger = logging.getLogger("ignite_train")
 
 
 class ScoreHandler(Handler):
-    """A handler that reacts to a score of an evaluator, whenever that has evaluated. All ranks attach it alike.
+    """A handler that reacts to a score of an evaluator, whenever that has evaluated. All ranks must attach it.
 
     It reacts as soon as the evaluation is complete, so before a checkpoint is saved, in whatever order they are attached. An
     evaluation before the first update does not count, and of several after the same update the first does. All ranks react to

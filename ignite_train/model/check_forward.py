@@ -29,10 +29,10 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 class Cut(NamedTuple):
-    """The same samples, cut in one way into micro-batches, of one rank or of several: an update adds both up alike.
+    """The same samples, divided into micro-batches in one way, on one rank or on several: an update is the sum over both.
 
     Attributes:
-        name: how they are cut.
+        name: how they are divided.
         sizes: the samples of each micro-batch.
         loss: the mean loss of the update; NaN if forward raised an error.
         difference: the largest difference of a gradient from that of the micro-batches as they were given, in parts of the
@@ -50,10 +50,10 @@ class Cut(NamedTuple):
 
 
 class ForwardCheck(NamedTuple):
-    """What `check_forward` has found; `print` shows it as a table.
+    """The result of `check_forward`; `print` shows it as a table.
 
     Attributes:
-        cuts: what each way to cut the samples has changed; the first is as they were given.
+        cuts: a row for each way of dividing the samples; the first is the way in which they were given.
         findings: a line for each thing that is in the way, and what to do.
     """
 
@@ -62,7 +62,7 @@ class ForwardCheck(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Whether the update is the same, to rounding, for every cut."""
+        """Whether the update is the same, to rounding, for every way of dividing the samples."""
         return all(cut.is_exact for cut in self.cuts)
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class ForwardCheck(NamedTuple):
 
 
 def check_forward(model: nn.Module, forward: Forward, micro_batches: Iterable[Any]) -> ForwardCheck:
-    """Tests whether an update with `forward` is the same however its samples are cut into micro-batches and over ranks.
+    """Tests whether an update with `forward` is the same however its samples are divided into micro-batches and ranks.
 
     For a test of your own training code: it makes the gradient of one update in up to six ways, in training mode, and compares.
     If they differ it tries again with parts of the model in eval mode, to name what is in the way: layers with statistics
@@ -91,7 +91,7 @@ def check_forward(model: nn.Module, forward: Forward, micro_batches: Iterable[An
             Micro-batches of different sizes find more.
 
     Raises:
-        ValueError: there are no micro-batches, or one cannot be cut.
+        ValueError: there are no micro-batches, or one cannot be divided.
 
     Example:
         >>> def forward(model, x):

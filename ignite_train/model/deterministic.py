@@ -29,9 +29,9 @@ class deterministic:  # noqa: N801  # it is called as a function is
     - torch uses deterministic algorithms only; an operation that has none raises an error, or with `warn_only` a warning.
       cuDNN's benchmark is off, and cuBLAS has a workspace of fixed size.
 
-    As a function it is for the rest of the process. In a `with` it puts back what it has changed, the generators too, at the
-    end. The same numbers are not promised on another machine or with another version of torch. The order of a `set` of strings
-    changes from process to process unless `PYTHONHASHSEED` is set before Python starts.
+    As a function it is for the rest of the process. As a context manager it restores what it has changed, the generators
+    too, at its end. The same numbers are not promised on another machine or with another version of torch. The order of a `set`
+    of strings changes from process to process unless `PYTHONHASHSEED` is set before Python starts.
 
     Args:
         seed: from 0 to 2³² - 1.

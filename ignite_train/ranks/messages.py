@@ -47,10 +47,10 @@ class Piggyback(Protocol):
     payload_size: int = 1
 
     def payload(self) -> Sequence[float]:
-        """What travels. Called once an update, on every rank."""
+        """Returns the numbers to send. Called once an update, on every rank."""
 
     def on_reduced(self, sums: list[float]) -> None:
-        """What came back: the same on every rank, so that an error raised here is raised on all of them."""
+        """Takes the sums over the ranks: the same on every rank, so that an error raised here is raised on all of them."""
 
     def vetoes(self, sums: Tensor) -> Tensor:
         """Whether `on_reduced` is going to raise for these sums, before the step: a bool tensor without dimensions, not read.
@@ -61,7 +61,7 @@ class Piggyback(Protocol):
         return sums.new_zeros((), dtype=torch.bool)
 
     def settle(self) -> None:
-        """Compares what no update has carried to the other ranks yet, where there is something to compare. Collective."""
+        """Compares numbers that no update has sent to the other ranks yet, if there are any. Collective."""
 
 
 class Outgoing(NamedTuple):

@@ -50,7 +50,7 @@ def tune(
     be varied, and their defaults are the present ones. These have usual values: `accumulation_steps` (or
     `gradient_accumulation_steps`), `fused`, `channels_last` and `compile`; any other needs `values`. Beside them the threads of
     torch and, in copies of the loader, the size of micro-batches and the worker processes are varied. The samples of an update
-    stay the same: it is cut into larger or smaller micro-batches, and accumulated over fewer or more of them.
+    stay the same: it is divided into larger or smaller micro-batches, and accumulated over fewer or more of them.
 
     One setting is varied after another. Each candidate is measured in turn with the fastest settings so far, on the same
     samples and from the same random numbers, and is faster if it is so by more than 2 % in three quarters of the rounds. The
@@ -58,15 +58,15 @@ def tune(
     because there is too little memory for example, is a row of the table.
 
     Afterwards random numbers, torch's threads and the loader's generators are what they were, also after an exception or
-    Ctrl-C. What the function shares with the program, such as a teacher with buffers, is not put back. The handlers that it
+    Ctrl-C. What the function shares with the program, such as a teacher with buffers, is not restored. The handlers that it
     attaches run in the measurement: leave out those that write or evaluate. At most two of its trainers are in memory at a
     time.
 
-    On several ranks each measures for itself, as if it were the only process, and the slowest counts. All ranks call it alike.
+    On several ranks each measures for itself, as if it were the only process, and the slowest counts. All ranks must call it.
 
     Args:
         make_trainer: returns a new trainer, by `create_trainer` or `create_supervised_trainer`.
-        loader: of the training. Micro-batches can be cut and workers varied if it is a DataLoader over a map-style dataset; a
+        loader: of the training. Micro-batches and workers can be varied if it is a DataLoader over a map-style dataset; a
             `batch_sampler` of your own fixes the micro-batches.
         seconds: how long to search, roughly: the first window of a candidate, with what it compiles, is not interrupted.
         values: what to try in place of the usual values, by name, such as `{"threads": [1, 2], "width": [64, 128]}`; an empty

@@ -20,7 +20,7 @@ __all__ = ["KeptOutputs", "keep_outputs"]
 class KeptOutputs:
     """The `outputs` of the micro-batches of the latest update, in their order; `keep_outputs` makes it.
 
-    They are detached, and held until the next update begins, also those of an update that was skipped: its record says so.
+    They are detached, and kept until the next update begins, also after a skipped update: the record says that it was skipped.
     After a resume the list is empty until an update is done.
     """
 
@@ -52,7 +52,7 @@ class KeptOutputs:
         self._held.append(pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output.outputs))
 
     def clear(self) -> None:
-        """Forgets what is held."""
+        """Releases the outputs."""
         self._held = []
 
 

@@ -28,7 +28,7 @@ __all__ = [
 
 @runtime_checkable
 class LossScaling(Protocol):
-    """What the update asks of a loss-scaling policy.
+    """The interface of a loss-scaling policy, as the update calls it.
 
     Attributes:
         scale: what the next backward multiplies the loss by.
@@ -271,10 +271,10 @@ class FairseqLossScaling(_DynamicLossScaling):
         scale_window: updates since the last overflow before it doubles. fairseq's default is 2^14 / ranks / accumulation
             steps, which can become 0 there; here it is at least 1.
         tolerance: the share of overflows since the last change of scale below which it is not halved; 0 halves always.
-        threshold: a floor that is held silently; None for none.
+        threshold: a floor below which the scale does not fall, without an error; None for no floor.
         min_scale: halving to this or below is refused.
         max_scale: the ceiling.
-        on_floor: what refusing means: `"raise"` a `LossScaleFloorError` with the scale put back, or `"hold"` it.
+        on_floor: what refusing means: `"raise"` a `LossScaleFloorError` with the scale restored, or `"hold"` it.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -58,7 +58,7 @@ class UpdateOptions:
             the group again, with the same weights, reduction and clipping, returning the mean loss. `"replay"` starts each
             evaluation from what the first one started from (random numbers, buffers, attributes of modules, parameters that
             forward moves), and the others leave no trace in them; with True each draws its own. Parameters and the optimizer's
-            state are copied in each update, and put back if an evaluation is not finite. One optimizer, not in `fully_shard`.
+            state are copied in each update, and restored if an evaluation is not finite. One optimizer, not in `fully_shard`.
             Optimizers that need none, such as AdamW, evaluate it once more too.
         keep_gradients: let loggers read `.grad` after the update. After a step it is the clipped mean gradient, until the next
             update begins; after a skip it is None. Costs the memory of the gradients between updates.

@@ -30,7 +30,17 @@ from ignite_train import (
     create_trainer,
     handlers,
 )
-from ignite_train.handlers import Checkpoint, EarlyStopping, JsonLines, ProgressLog, TensorBoard, TrainingMetrics, Validation
+from ignite_train.handlers import (
+    Checkpoint,
+    EarlyStopping,
+    JsonLines,
+    ModelEMA,
+    ProgressLog,
+    TensorBoard,
+    TimeLimit,
+    TrainingMetrics,
+    Validation,
+)
 from ignite_train.other_words import OTHER_WORDS
 from mistakes import assert_one_line
 from ranks import run_ranks
@@ -585,6 +595,119 @@ WORDS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         imports("from ignite_train import Events"),
         ImportError,
         "ignite_train has no 'Events'; write from ignite.engine import Events",
+    ),
+]
+
+
+VALIDATE = "write Validation(evaluator, loader).attach(trainer), with evaluator = create_evaluator(model, forward)"
+RECORD = "return ForwardOutput(loss, sample_size=..., logs={...}), (loss, sample_size) or a scalar mean loss"
+ATTRIBUTES = {
+    "validate": VALIDATE,
+    "predict": "write predict(evaluator, loader) of ignite_train.handlers",
+    "log": "write logs={...} in ForwardOutput, and trainer.state.metrics with TrainingMetrics",
+    "backward": "write forward that returns the loss: the update calls backward, clips, steps and clears",
+    "step": "write trainer.update([micro_batch])",
+    "global_step": "write trainer.state.iteration, the number of updates",
+    "prepare": "write create_trainer(model, optimizer, forward), and trainer.run(loader), which take them as they are",
+    "attach": "write Checkpoint('runs/first').attach(trainer): a handler attaches itself",
+    "is_global_zero": "write idist.get_rank() == 0, with import ignite.distributed as idist",
+}
+ARGUMENTS = {
+    "accumulate_grad_batches": "write accumulation_steps=4 of create_trainer, gradient_accumulation_steps=4 of "
+    "create_supervised_trainer",
+    "mixed_precision": "write precision='bf16' or precision='fp16'",
+    "device": "write model.to(device) before the optimizer is made; data follow the model",
+    "callbacks": "write MyHandler(...).attach(trainer) for each of them, or @trainer.on(Events.EPOCH_COMPLETED) for a function",
+    "logger": "write attach_defaults(trainer, directory='runs/first'), which logs",
+    "max_epochs": "write trainer.run(loader, max_epochs=3)",
+    "max_iters": "write trainer.run(loader, max_iters=1000), which counts updates",
+    "metrics": "write logs={'correct': number} in ForwardOutput, or Ignite's Accuracy().attach(evaluator, 'accuracy')",
+    "loss_fn": "write forward(model, micro_batch), which returns the loss, or use "
+    "create_supervised_trainer(model, optimizer, loss_fn)",
+}
+RUN_ARGUMENTS = {
+    "val_loader": VALIDATE,
+    "ckpt_path": "write resume='auto', which is the default, 'must' or a path",
+    "num_epochs": "write trainer.run(loader, max_epochs=3)",
+}
+IMPORTS = {
+    "ignite_train EarlyStopping": "write from ignite_train.handlers import EarlyStopping",
+    "ignite_train.handlers WarmUpSchedule": "write from ignite_train import WarmUpSchedule",
+    "ignite_train.handlers ProgressBar": "write from ignite_train.handlers import ProgressLog",
+    "ignite_train LightningModule": "write create_trainer(model, optimizer, forward)",
+    "ignite_train seed_everything": "write deterministic(seed) of ignite_train, or create_trainer(..., seed=0)",
+    "ignite_train Engine": "write from ignite.engine import Engine",
+    "ignite_train Accuracy": "write from ignite.metrics import Accuracy, whose metrics are attached to an evaluator",
+    "ignite_train TrainerCallback": "write a function and @trainer.on(Events.EPOCH_COMPLETED), or a class with attach(trainer)",
+}
+RETURNED: dict[str, tuple[Callable[[nn.Module, Batch], Any], str]] = {
+    "a dict": (lambda m, b: {"loss": 1}, f"forward returned {{'loss': 1}} of type dict; {RECORD}"),
+    "nothing": (lambda m, b: None, f"forward returned None (is a return statement missing?); {RECORD}"),
+    "a float": (lambda m, b: 3.0, f"forward returned 3.0 of type float; {RECORD}"),
+    "a loss without a graph": (
+        lambda m, b: loss_of(m, b).detach(),
+        "the loss that forward returned has no graph; return it without .detach() or no_grad()",
+    ),
+    "logits": (
+        lambda m, b: m(b[0]),
+        "the loss that forward returned has shape (8, 2); reduce it to one number, say with .sum() beside "
+        "sample_size=number of targets, or .mean() alone",
+    ),
+    "logits as a size": (
+        lambda m, b: (loss_of(m, b), m(b[0])),
+        "sample_size must be one number, forward returned a tensor of shape (8, 2)",
+    ),
+    "logs as a size": (
+        lambda m, b: (loss_of(m, b), {"accuracy": 1}),
+        "sample_size must be a number or a scalar tensor, forward returned {'accuracy': 1} of type dict",
+    ),
+}
+WORDS += [
+    (lambda n=n: getattr(make(summed)[2], n), AttributeError, f"'Trainer' object has no attribute '{n}'; {says}")
+    for n, says in ATTRIBUTES.items()
+]
+WORDS += [
+    (lambda n=n: make(summed, **{n: 1}), TypeError, f"create_trainer has no argument '{n}'; {says}")
+    for n, says in ARGUMENTS.items()
+]
+WORDS += [
+    (lambda n=n: make(summed)[2].run(DATA, **{n: 1}), TypeError, f"Trainer.run has no argument '{n}'; {says}")
+    for n, says in RUN_ARGUMENTS.items()
+]
+WORDS += [
+    (imports("from {} import {}".format(*n.split())), ImportError, "{} has no '{}'; ".format(*n.split()) + says)
+    for n, says in IMPORTS.items()
+]
+WORDS += [(lambda f=f: make(f)[2].run(DATA), ForwardContractError, says) for f, says in RETURNED.values()]
+WORDS += [
+    (lambda: TimeLimit(hours=1), TypeError, "TimeLimit has no argument 'hours'; write TimeLimit(3600), in seconds"),
+    (
+        lambda: ModelEMA(momentum=0.1),
+        TypeError,
+        "ModelEMA has no argument 'momentum'; write decay=0.999, the part of the average that stays",
+    ),
+    (
+        lambda: Validation(nn.Linear(3, 2), DATA),
+        TypeError,
+        "evaluator must be what create_evaluator returned, got Linear(in_features=3, out_features=2, bias=True) of type "
+        "Linear; write Validation(evaluator, loader)",
+    ),
+    (
+        lambda: make(summed, precision="bfloat16"),
+        ValueError,
+        "precision must be one of 'fp32', 'bf16', 'fp16', got 'bfloat16'; did you mean 'bf16'?",
+    ),
+    (
+        lambda: make(summed)[2].run(DATA, max_epochs=1, max_iters=3),
+        ValueError,
+        "max_epochs and max_iters exclude each other, got 1 and 3; pass one",
+    ),
+    (lambda: make(summed)[2].run([]), ValueError, "data must give at least one micro-batch on some rank, got none in epoch 1"),
+    (lambda: make(summed, accumulation_steps=0), ValueError, "accumulation_steps must be at least 1, got 0"),
+    (
+        lambda: Checkpoint("runs", score="loss").attach(make(summed)[2]),
+        ValueError,
+        "score='loss' needs an evaluator; pass attach(trainer, evaluator=...)",
     ),
 ]
 

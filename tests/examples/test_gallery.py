@@ -25,9 +25,10 @@ def drawn(what: str, picture: Path) -> str:
 
 
 @pytest.mark.slow
-def test_the_cost_is_drawn_from_the_results(tmp_path: Path) -> None:
-    """With matplotlib, of the table that is there."""
-    drawn("cost", tmp_path / "cost.png")
+@pytest.mark.parametrize("what", ["cost", "scaling"])
+def test_a_picture_is_drawn_from_the_results(what: str, tmp_path: Path) -> None:
+    """With matplotlib, of the tables that are there."""
+    drawn(what, tmp_path / f"{what}.png")
 
 
 @pytest.mark.nightly

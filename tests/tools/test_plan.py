@@ -2,47 +2,66 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import random
 import statistics
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ignite_train.tools.plan import Run, expected_seconds, plan, save_interval
 
-PAGE = Path(__file__).parents[2] / "docs/scaling.md"
+ROOT = Path(__file__).parents[2]
+PAGE, SIMULATION = ROOT / "docs/scaling.md", ROOT / "benchmarks/goodput.py"
 
 
-def simulated(pieces: int, interval: float, save: float, restart: float, mtbf: float, draws: random.Random) -> float:
-    """Seconds of one run in which failures come at random, event by event."""
-    now, done, failure = 0.0, 0, draws.expovariate(1 / mtbf)
-    while done < pieces:
-        if now + interval + save <= failure:  # a piece of work is done and saved
-            now, done = now + interval + save, done + 1
-            continue
-        now = failure  # it is lost, and the run starts again, until no failure interrupts the start
-        failure = now + draws.expovariate(1 / mtbf)
-        while now + restart > failure:
-            now, failure = failure, failure + draws.expovariate(1 / mtbf)
-        now += restart
-    return now
+@pytest.fixture(scope="module")
+def goodput() -> Any:
+    """The simulation of failures, event by event."""
+    spec = importlib.util.spec_from_file_location("goodput", SIMULATION)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["goodput"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
-@pytest.mark.parametrize(("save", "restart", "mtbf"), [(5.0, 60.0, 3600.0), (30.0, 300.0, 1800.0), (1.0, 0.0, 600.0)])
-def test_the_expected_time_is_that_of_a_simulation(save: float, restart: float, mtbf: float) -> None:
+@pytest.mark.skipif(not SIMULATION.is_file(), reason="looks at a checkout, and here is none")
+@pytest.mark.parametrize(("machines", "failures"), [(8, 1_000), (1_000, 1_000), (10_000, 1_000), (100_000, 50_000)])
+@pytest.mark.parametrize("restart", [0.0, 300.0])
+def test_the_plan_is_what_a_simulation_of_failures_shows(machines: int, failures: int, restart: float, goodput: Any) -> None:
     """To four standard errors of its mean, and the mean is known to 1.5 percent."""
-    interval = save_interval(save, mtbf)
-    draws = random.Random(0)  # noqa: S311
-    times = [simulated(100, interval, save, restart, mtbf, draws) for _ in range(1000)]
-    error, expected = statistics.stdev(times) / math.sqrt(len(times)), statistics.fmean(times)
+    costs = goodput.Costs(restart=restart)
+    run = Run(
+        updates=1_000_000, compute=float(machines), ranks=machines, ranks_per_machine=1, mtbf=24 * costs.days,
+        save=costs.checkpoint, restart=restart,
+    )  # fmt: skip
+    expected = plan(run)
+    simulate = partial(goodput.restarts, machines, costs, expected.interval, failures)
+    shares = [simulate(random.Random(seed)) for seed in range(20)]  # noqa: S311
+    error, mean = statistics.stdev(shares) / math.sqrt(len(shares)), statistics.fmean(shares)
 
-    assert error < 0.015 * expected
-    assert expected_seconds(100 * interval, interval, save=save, restart=restart, mtbf=mtbf) == pytest.approx(
-        expected, abs=4 * error
-    )
+    assert expected.update == 1.0
+    if machines < 10_000:  # there one update is short beside the interval
+        assert expected.interval == pytest.approx(goodput.best_interval(machines, costs), rel=0.03)
+    assert error < 0.015 * mean
+    assert expected.goodput == pytest.approx(mean, abs=4 * error)
+
+
+@pytest.mark.skipif(not SIMULATION.is_file(), reason="looks at a checkout, and here is none")
+def test_elastic_replicas_lose_what_their_parts_add_up_to(goodput: Any) -> None:
+    """Where losses are rare; and where they are not, they are better off than with restarts."""
+    costs, draws = goodput.Costs(), random.Random(0)  # noqa: S311
+    simulated = goodput.elastic(100, costs, 20_000, draws)
+
+    assert 1 - simulated == pytest.approx(1 - goodput.first_order(100, costs), rel=0.05)
+    assert goodput.elastic(10_000, costs, 5_000, draws) > 1.5 * goodput.daly(10_000, costs, 400.0)
 
 
 @pytest.mark.parametrize(("save", "mtbf"), [(1.0, 100.0), (10.0, 3600.0), (60.0, 36000.0)])
