@@ -292,7 +292,7 @@ class _Watch:
         own = self._reports[self._rank]
         limit = self._first_timeout if own is None or own.update <= self._first_update else self._timeout
         patience = self._patience_with_silence(own, limit)
-        if self._trainer.is_elastic and own is not None and "(members.py:" in own.where:
+        if self._trainer.replicas.are_elastic and own is not None and "(members.py:" in own.where:
             return ""  # it waits for other replicas, and how long it does has a limit of its own
         messages = self._messages
         if messages is None:

@@ -126,7 +126,7 @@ class LearningRateFinder(FastaiLRFinder):
         trainer = self._make_trainer()
         if not isinstance(trainer, Trainer):
             raise TypeError(f"make_trainer must return a Trainer, got {describe(trainer)}")
-        if trainer.is_elastic:
+        if trainer.replicas.are_elastic:
             raise ValueError(
                 "make_trainer must make a trainer for one process, got reduction='elastic', whose replicas would end with the "
                 "search; find the rate on one process first"

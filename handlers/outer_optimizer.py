@@ -210,7 +210,7 @@ class OuterOptimizer(Handler):
 
     def _warn_of_rest(self, trainer: Trainer) -> None:
         """Warns at the end of a run that the replicas are not equal: the model of each rank is another one."""
-        if self._num_updates and collectives.world_size() > 1 and not trainer.replicas_are_equal:
+        if self._num_updates and collectives.world_size() > 1 and not trainer.replicas.are_equal:
             _logger.warning(
                 f"the run has ended {self._num_updates} updates after an outer step: each rank has weights of its own; end "
                 "at an outer step before the model is used"
@@ -249,7 +249,7 @@ class OuterOptimizer(Handler):
                 parameter.grad = gradient
         for parameter, weight in zip(parameters, weights, strict=True):
             weight.copy_(parameter)
-        self._num_updates, trainer.replicas_are_equal = 0, True
+        self._num_updates, trainer.replicas.are_equal = 0, True
         self.num_outer_steps += 1
 
     def _step_along(
@@ -294,7 +294,7 @@ class _Replica:
                 f"the checkpoint was written {num_updates} updates after an outer step, by {num_ranks} replicas that differ, "
                 f"and this run has {collectives.world_size()}; use {num_ranks} ranks, or a checkpoint of an outer step"
             )
-        self._outer._num_updates, self._trainer.replicas_are_equal = num_updates, num_updates == 0
+        self._outer._num_updates, self._trainer.replicas.are_equal = num_updates, num_updates == 0
         with torch.no_grad():
             for name, value in state_dict.get("weights", {}).items():
                 self._outer._named[name].copy_(value)

@@ -179,7 +179,7 @@ class StateConsistency(PiggybackHandler):
 
     def __call__(self, trainer: Trainer) -> None:
         """Takes the digest, unless replicas that train locally differ now. Synchronises with the device."""
-        if collectives.world_size() > 1 and trainer.replicas_are_equal:
+        if collectives.world_size() > 1 and trainer.replicas.are_equal:
             self._due = self._check(trainer)
 
     def payload(self) -> Sequence[float]:

@@ -108,7 +108,7 @@ class StepTimer(PiggybackHandler):
     def attach(self, trainer: Trainer, event: Event = every(50, Events.ITERATION_COMPLETED)) -> RemovableEventHandle:
         """Measures each update. At `event` an interval ends, and the ranks tell one another their means."""
         # Elastic replicas are others from update to update: each knows its own times.
-        self.payload_size = 0 if trainer.is_elastic else len(SECTIONS) * collectives.world_size()
+        self.payload_size = 0 if trainer.replicas.are_elastic else len(SECTIONS) * collectives.world_size()
         self._sections = sections = trainer.sections
         make_event = event_maker(next(trainer.model.parameters()).device)
         if make_event is not None:

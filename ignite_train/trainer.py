@@ -37,7 +37,7 @@ from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback, RankRequests
 from ignite_train.state import TrainState, UpdateOutput
 
-__all__ = ["DefaultHandler", "Moments", "OutputTransform", "Process", "Trainer"]
+__all__ = ["DefaultHandler", "Moments", "OutputTransform", "Process", "Replicas", "Trainer"]
 
 _COUNTERS = ("iteration", "num_steps", "num_skipped", "num_micro_batches")
 _ARGUMENTS_OF_RUN = ("data", "max_epochs", "max_iters", "epoch_length", "resume")
@@ -93,16 +93,38 @@ class Moments:
     """Functions that an update calls beside its events: few moments, each of which costs nothing where it has no function.
 
     Attributes:
+        output_transform: called with the record when it is published, and makes `state.output` of it; None: that is the record.
         on_backward: called with the result of a forward when its backward is done.
         before_norm: called with the trainer after an update's last backward, before the norm is taken, on every rank.
         after_update: called with the trainer when an update is counted, before its last events.
         on_record: called with the record of an update, after `after_update`.
     """
 
+    output_transform: OutputTransform | None = None
     on_backward: list[Callable[[ForwardOutput], None]] = field(default_factory=list)
     before_norm: list[Callable[[Trainer], None]] = field(default_factory=list)
     after_update: list[Callable[[Trainer], None]] = field(default_factory=list)
     on_record: list[Callable[[UpdateOutput], None]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Replicas:
+    """What is known about the replicas of the model, of which each rank has one or a part.
+
+    Attributes:
+        are_equal: False while replicas that train locally differ.
+        are_elastic: whether they come and go, so that others take part though there is one rank.
+        have_one_rank: whether this is the only process; asked once.
+    """
+
+    are_equal: bool = True
+    are_elastic: bool = False
+    have_one_rank: bool = field(default_factory=lambda: collectives.world_size() == 1)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether a request need not travel to others."""
+        return self.have_one_rank and not self.are_elastic
 
 
 class Trainer(Loop):
@@ -115,7 +137,8 @@ class Trainer(Loop):
             stands in each checkpoint and in TensorBoard. A handler may add what it was made with.
         piggybacks: handlers whose numbers travel with the statistics of each update; the same on all ranks, in one order.
         requests: what this rank asks of all ranks with these numbers.
-        output_transform: makes `state.output` of the record of an update; None: it is the record.
+        moments: functions that an update calls beside its events.
+        replicas: what is known about the replicas of the model.
     """
 
     state: TrainState
@@ -136,9 +159,7 @@ class Trainer(Loop):
         self.state.ask(lambda: None if (done := this.progress.of_run(this.state)) is None else done.before, known_size)
         self.requests = RankRequests()
         self.piggybacks: list[Piggyback] = []
-        self.moments = Moments()
-        self.replicas_are_equal = True  # False while replicas that train locally differ
-        self.is_elastic = False  # whether replicas come and go, so that others take part though there is one rank
+        self.moments, self.replicas = Moments(output_transform), Replicas()
         self.parts: dict[str, Stateful] = dict(parts or {})
         self.config = dict(settings or {})
         self.resume_with: Callable[[str | Path], AbstractContextManager[None]] | None = None  # of a `Checkpoint`
@@ -146,8 +167,6 @@ class Trainer(Loop):
         self.data = RunData(
             grouping, self.state, self.progress, self.requests, lambda: this.fire_event(Events.DATALOADER_STOP_ITERATION)
         )
-        self.output_transform = output_transform
-        self._has_one_rank = collectives.world_size() == 1  # asked once
         self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
         self._handlers_changed()
 
@@ -401,11 +420,6 @@ class Trainer(Loop):
             raise ValueError(f"resume must be 'auto' or 'never' without checkpoints, got {resume!r}; attach a Checkpoint first")
         return nullcontext()
 
-    @property
-    def _is_alone(self) -> bool:
-        """Whether a request need not travel to others."""
-        return self._has_one_rank and not self.is_elastic
-
     def terminate(self, skip_completed: bool = False, *, agreed: bool = False) -> None:
         """Ends the run on all ranks after the same update.
 
@@ -417,7 +431,7 @@ class Trainer(Loop):
             skip_completed: do not fire COMPLETED.
             agreed: every rank calls this in the same update, because the reason is the same on all of them: no need to ask.
         """
-        if agreed or self._is_alone:
+        if agreed or self.replicas.is_alone:
             super().terminate(skip_completed)
         else:
             self.requests.stop = True
@@ -433,7 +447,7 @@ class Trainer(Loop):
         """
         if self.progress.session_open:
             raise RuntimeError("terminate_epoch was called in a session, which has no epochs; call terminate()")
-        if agreed or self._is_alone:
+        if agreed or self.replicas.is_alone:
             super().terminate_epoch(skip_epoch_completed)
         else:
             self.requests.stop_epoch = True
@@ -443,7 +457,7 @@ class Trainer(Loop):
 
         INTERRUPT is fired in place of TERMINATE and COMPLETED.
         """
-        if agreed or self._is_alone or not self.interrupt_resume_enabled:  # or else Ignite refuses
+        if agreed or self.replicas.is_alone or not self.interrupt_resume_enabled:  # or else Ignite refuses
             super().interrupt()
         else:
             self.requests.interrupt = True
@@ -469,7 +483,8 @@ class Trainer(Loop):
     def publish(self, output: UpdateOutput) -> None:
         """Puts the record of an update, and what the output transform makes of it, into the state."""
         self.state.update_output = output
-        self.state.output = output if self.output_transform is None else self.output_transform(output)
+        transform = self.moments.output_transform
+        self.state.output = output if transform is None else transform(output)
 
     def amend(self, output: UpdateOutput) -> UpdateOutput:
         """Replaces the record of the update; the output transform is called once an update, and not again."""
@@ -707,10 +722,10 @@ class Trainer(Loop):
     def _take_up_stops(self, *, between_updates: bool = False) -> None:
         """Between two epochs, where a run is entered, and in a single process no update carries requests to other ranks."""
         stop, interrupt = self.requests.stop, self.requests.interrupt
-        between_updates &= not self.is_elastic  # then what a replica asks for travels with the next update
+        between_updates &= not self.replicas.are_elastic  # then what a replica asks for travels with the next update
         if between_updates:
             stop, interrupt = (number > 0 for number in collectives.largest(stop, interrupt))
-        if (stop or interrupt) and (between_updates or self._is_alone):
+        if (stop or interrupt) and (between_updates or self.replicas.is_alone):
             if stop and not self.should_terminate:
                 self.terminate(agreed=True)
             if interrupt:

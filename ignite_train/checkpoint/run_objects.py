@@ -111,7 +111,7 @@ class SavedRun:
         shared = {name: SavedModule(entry) if isinstance(entry, nn.Module) else entry for name, entry in shared.items()}
         # Replicas that train on their own, and that no handler makes equal, are as many models as there are ranks.
         trained = {"model": self.trainer} | {f"{name}/model": trainer for name, trainer in self.trainers.items()}
-        apart = frozenset(n for n, one in trained.items() if not one.replicas_are_equal and not one.moments.after_update)
+        apart = frozenset(n for n, one in trained.items() if not one.replicas.are_equal and not one.moments.after_update)
         return RunObjects(shared, own, self.trainers, apart)
 
     def refuse_odd_optimizers(self) -> None:

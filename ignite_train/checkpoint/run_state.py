@@ -101,7 +101,7 @@ class RunState:
         with _naming("trainer"):
             self._trainer.load_state_dict(self._own["trainer"])
         if self._are_apart:
-            self._trainer.replicas_are_equal = False
+            self._trainer.replicas.are_equal = False
         self._trainer.data.load_position(self._own["data"])
         # A handler of STARTED or EPOCH_STARTED may add the groups that an optimizer lacks, so it has its state after them.
         outer = [name for name in self._objects.optimizers if self._missing_groups(name)]

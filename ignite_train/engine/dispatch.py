@@ -127,8 +127,7 @@ class Dispatcher(Engine):
     def __init__(self, process: Callable[[Any, Any], Any]) -> None:
         self.process: Any = process
         self._stateful: dict[str, Stateful] = {}  # handlers with a state to save, by the name of their class
-        self._stages: dict[Any, list[tuple[Callable[..., Any], Stage]]] = {}  # by event, for handlers that do not react
-        self._stage = Stage.REACT  # of what `add_event_handler` adds
+        self._stages = _Stages()
         self._sections: Sections | None = None  # where something measures how the time divides into sections
         self.begin_section: Callable[[str], object] = unmeasured
         super().__init__(process)
@@ -146,7 +145,7 @@ class Dispatcher(Engine):
         if isinstance(event_name, EventsList):  # Ignite calls this method again for each of them
             return super().add_event_handler(event_name, handler, *args, **kwargs)
         handle = super().add_event_handler(event_name, handler, *args, **kwargs)
-        self._move_to_stage(self._event_handlers[event_name], self._stages.setdefault(event_name, []))
+        self._stages.move(event_name, self._event_handlers[event_name])
         _list_stateful(self._stateful, handler)
         self._handlers_changed()
         return handle
@@ -173,21 +172,11 @@ class Dispatcher(Engine):
         return self._add(Stage.SAVE, event, handler)
 
     def _add(self, stage: Stage, event: Event, handler: Callable[..., Any]) -> RemovableEventHandle:
-        self._stage = stage
+        self._stages.adding = stage
         try:
             return self.add_event_handler(event, handler)
         finally:
-            self._stage = Stage.REACT
-
-    def _move_to_stage(self, entries: list[Any], stages: list[tuple[Callable[..., Any], Stage]]) -> None:
-        """Moves the handler that was added last to its stage: to the beginning of MEASURE, to the end of the others."""
-        added = entries.pop()
-        stages[:] = [known for known in stages if any(known[0] is handler for handler, _, _ in entries)]
-        stage_of = {id(handler): stage for handler, stage in stages}
-        stage, others = self._stage, [stage_of.get(id(handler), Stage.REACT) for handler, _, _ in entries]
-        entries.insert(sum(other < stage or (other == stage != Stage.MEASURE) for other in others), added)
-        if stage != Stage.REACT:
-            stages.append((added[0], stage))
+            self._stages.adding = Stage.REACT
 
     def _handlers_changed(self) -> None:
         """For subclasses: called whenever a handler was attached or removed."""
@@ -253,6 +242,32 @@ class Dispatcher(Engine):
 
         filtered._parent = weakref.ref(handler)  # type: ignore[attr-defined]  # by which Ignite finds the handler
         return filtered
+
+
+class _Stages:
+    """The stages of the handlers of an engine.
+
+    Attributes:
+        adding: the stage of what `add_event_handler` adds.
+    """
+
+    def __init__(self) -> None:
+        self.adding = Stage.REACT
+        self._known: dict[Any, list[tuple[Callable[..., Any], Stage]]] = {}  # by event, of handlers that do not react
+
+    def move(self, event: Any, entries: list[Any]) -> None:
+        """Moves the handler that was added last to its stage: to the beginning of MEASURE, to the end of the others.
+
+        Args:
+            event: to which it was added.
+            entries: the handlers of that event, as Ignite stores them.
+        """
+        added, stage = entries.pop(), self.adding
+        known = [one for one in self._known.get(event, ()) if any(one[0] is handler for handler, _, _ in entries)]
+        stage_of = {id(handler): stage for handler, stage in known}
+        others = [stage_of.get(id(handler), Stage.REACT) for handler, _, _ in entries]
+        entries.insert(sum(other < stage or (other == stage != Stage.MEASURE) for other in others), added)
+        self._known[event] = [*known, (added[0], stage)] if stage != Stage.REACT else known
 
 
 class _EveryNthHandler:

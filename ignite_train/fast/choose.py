@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ignite_train.fast.compiled_gather import CompiledGather, say_why_not_compiled
 from ignite_train.fast.compiled_step import CompiledStep
-from ignite_train.fast.folded_step import FoldedStep, FoldedSteps
+from ignite_train.fast.folded_step import FoldedStep, FoldedSteps, why_never_folded
 from ignite_train.fast.queued_step import QueuedStep, StepIfNotMade
 from ignite_train.model.optimizers import Optimizers
 from ignite_train.ranks.crossing import AloneCrossing
@@ -60,6 +60,8 @@ def _fold(update: Update) -> None:
     """The step divides the gradients as it reads them, and on an accelerator it is queued before the host has read anything."""
     stepper, gather = update.stepper, update.gather
     if isinstance(stepper, OneStepper):
+        if why_never_folded(stepper.optimizer) is not None:
+            return
         folded: FoldedStep | FoldedSteps = FoldedStep(stepper)
     elif isinstance(stepper, SeveralSteppers):
         folded = FoldedSteps(stepper, limits_each=update.norm_limits is not None)

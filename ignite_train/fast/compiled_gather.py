@@ -277,7 +277,7 @@ class CompiledGather(Gather):
             self._hand_over(error, gathered, done)
             return done
         trainer.state.micro_batch_in_group = None
-        self.search.forward_draws = graphs.draw
+        self.search.draws.may_happen = graphs.draw
         return done + 1
 
     def begin_micro_batch(self, trainer: Trainer, index: int) -> None:
@@ -287,8 +287,8 @@ class CompiledGather(Gather):
 
     def _hand_over(self, error: CannotCompileError, gathered: Gathered | None, done: int) -> None:
         """Has this update go the plain way, which finds what was gathered; and all later ones, if nothing will change."""
-        if not self.search.forward_draws:  # as far as graphs go
-            self.search.forward_draws = True
+        if not self.search.draws.may_happen:  # as far as graphs go
+            self.search.draws.may_happen = True
             self.search.mark()
         self._obstacle = None if error.is_passing else error.reason
         self._say(error.reason)

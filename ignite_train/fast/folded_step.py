@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from operator import itemgetter, methodcaller
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ignite_train.device.to_host import is_on_host
@@ -19,12 +19,12 @@ from ignite_train.model.group_tensors import SteppedGroup, gather
 from ignite_train.model.optimizers import is_wrapped_by_scheduler
 from ignite_train.update.stepper import OneStepper, SeveralSteppers
 
-__all__ = ["LARGEST_DIVISOR", "SMALLEST_DIVISOR", "FoldedStep", "FoldedSteps"]
+__all__ = ["LARGEST_DIVISOR", "SMALLEST_DIVISOR", "FoldedStep", "FoldedSteps", "why_never_folded"]
 
 _FOLDING = (Adagrad, Adam, AdamW, SGD)  # with fused=True they divide by `grad_scale` while they read the gradient
+_NOT_FUSED = "it was made without fused=True"
 LARGEST_DIVISOR = torch.finfo(torch.float32).max  # in which the kernel holds it
 SMALLEST_DIVISOR = torch.finfo(torch.float32).tiny
-_FUSED = methodcaller("get", "fused")
 _DTYPES, _DTYPE = {torch.float32, torch.bfloat16, torch.float16}, itemgetter(1)
 
 
@@ -38,9 +38,11 @@ class FoldedStep:
     - the kernel is right, and can step all of the parameters; see `FusedKernels`;
     - nothing looks at the gradients between here and there: no pre-hook of the step, no `step` of the user's own.
 
-    Otherwise the plain stepper steps. Which of the two, and why, is logged at the first step. Both are within one unit in the
-    last place of the gradient times the factor, and the same bits where the factor is a power of two. (In bfloat16 and float16
-    the kernel rounds after its own arithmetic, the multiplication before it.)
+    Otherwise the plain stepper steps. Which of the two, and why, is logged at the first step. Of an optimizer of another class,
+    or without a fused group, it is known when the trainer is made; see `why_never_folded`.
+
+    Both are within one unit in the last place of the gradient times the factor, and the same bits where the factor is a power
+    of two. (In bfloat16 and float16 the kernel rounds after its own arithmetic, the multiplication before it.)
 
     Args:
         plain: steps where the factor cannot be folded.
@@ -61,13 +63,11 @@ class FoldedStep:
         """See `Stepper`."""
         (clip_coefficient,) = clip_coefficients
         factor = mean_factor * clip_coefficient
-        if self._logged and not (self._plain.inner or self._kernels.unfused or any(map(_FUSED, self._optimizer.param_groups))):
-            self._plain.step_along(factor)
-            return
         groups = gather(self._optimizer)
         obstacle = self._why_not_fused(groups)
         if not self._logged:
-            self._say_how(obstacle)
+            _say_how(self._optimizer, obstacle)
+            self._logged = True
         if obstacle is None and factor == 1.0:
             self._step_with(groups)
         elif obstacle is None and factor > 0 and SMALLEST_DIVISOR <= 1.0 / factor <= LARGEST_DIVISOR:
@@ -126,11 +126,8 @@ class FoldedStep:
         wrong = self._kernels.why_not_fused(groups)  # looks at what a subclass has of them too
         for kernels in self._plain.inner:
             kernels.look()
-        if type(optimizer) not in _FOLDING:
-            return "it has no fused kernel that this library knows"
-        for group in optimizer.param_groups:
-            if not group["fused"]:
-                return "it was made without fused=True"
+        if not all(group["fused"] for group in optimizer.param_groups):
+            return _NOT_FUSED
         if optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
             return "a pre-hook of its step may look at the gradients"
         step = vars(optimizer).get("step")
@@ -140,11 +137,23 @@ class FoldedStep:
             return "there are gradients wider than float32, in which that kernel holds the factor"
         return wrong
 
-    def _say_how(self, obstacle: str | None) -> None:
-        name = type(self._optimizer).__name__
-        how = "inside its fused kernel" if obstacle is None else f"in a pass over memory of their own, since {obstacle}"
-        logging.getLogger("ignite_train").info(f"gradients for {name} are unscaled, normalised and clipped {how}")
-        self._logged = True
+
+def why_never_folded(optimizer: Optimizer) -> str | None:
+    """Why no step of an optimizer could be a `FoldedStep`, as far as that is known when the trainer is made. It is logged."""
+    why = None
+    if type(optimizer) not in _FOLDING:
+        why = "it has no fused kernel that this library knows"
+    elif not any(group["fused"] for group in optimizer.param_groups):
+        why = _NOT_FUSED
+    if why is not None:
+        _say_how(optimizer, why)
+    return why
+
+
+def _say_how(optimizer: Optimizer, obstacle: str | None) -> None:
+    how = "inside its fused kernel" if obstacle is None else f"in a pass over memory of their own, since {obstacle}"
+    name = type(optimizer).__name__
+    logging.getLogger("ignite_train").info(f"gradients for {name} are unscaled, normalised and clipped {how}")
 
 
 class FoldedSteps(SeveralSteppers):
@@ -156,21 +165,25 @@ class FoldedSteps(SeveralSteppers):
     """
 
     def __init__(self, plain: SeveralSteppers, *, limits_each: bool = False) -> None:
-        self._folded = [(FoldedStep(stepper), gradients) for stepper, gradients in plain.parts if type(stepper) is OneStepper]
-        super().__init__(self._folded, plain.watch)
+        plain_ones = [(stepper, gradients) for stepper, gradients in plain.parts if isinstance(stepper, OneStepper)]
+        never = [why_never_folded(stepper.optimizer) for stepper, _ in plain_ones]
+        steps = [(one if why else FoldedStep(one), part) for (one, part), why in zip(plain_ones, never, strict=True)]
+        super().__init__(steps, plain.watch)
+        self._folded = [stepper for stepper, _ in steps if isinstance(stepper, FoldedStep)]
+        self._never = next(filter(None, never), None)
         self._limits_each = limits_each
 
     def step_if(self, may_step: Tensor, divisor: Tensor) -> None:
         """See `FoldedStep.step_if`."""
-        for stepper, _ in self._folded:
+        for stepper in self._folded:
             stepper.step_if(may_step, divisor)
 
     def why_not_queued(self) -> str | None:
         """See `FoldedStep.why_not_queued`: what hinders one of them."""
         if self._limits_each:
             return "each optimizer has a limit of its own for the norm"
-        return next((why for stepper, _ in self._folded if (why := stepper.why_not_queued())), None)
+        return next((why for stepper in self._folded if (why := stepper.why_not_queued())), None)
 
     def why_not_fused(self) -> str | None:
         """See `FoldedStep.why_not_fused`: what hinders one of them."""
-        return next((why for stepper, _ in self._folded if (why := stepper.why_not_fused())), None)
+        return self._never or next((why for stepper in self._folded if (why := stepper.why_not_fused())), None)

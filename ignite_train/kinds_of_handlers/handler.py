@@ -69,7 +69,7 @@ def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
         name = type(self).__name__
         self.unattached.pop(self._number, None)
         _check_trainer(name, trainer)
-        if trainer.is_elastic and self.not_elastic:
+        if trainer.replicas.are_elastic and self.not_elastic:
             raise ValueError(f"{name} must be left out with reduction='elastic': {self.not_elastic}")
         if arguments or "event" in named:
             _check_event(name, arguments[0] if arguments else named["event"])

@@ -130,14 +130,12 @@ class ForwardState:
         self._watches_tensors = watches_tensors
         self._trained: list[float] = []  # norms at the first mark: a target that equals them does not move until they have
         self._moving: dict[int, Tensor] = {}
-        self._num_marks = self._num_updates = 0
+        self._num_marks = 0
         self.modules: list[nn.Module] = []
         self._devices: list[torch.device] = []
         self._reached: list[Any] = []  # by way of forward
         self._used: list[nn.Module] = []
         self._generators: list[Generator] = []
-        self._drawn: list[Generator] = []  # of these, those that were seen to move
-        self._latest_look: RandomState | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -178,21 +176,10 @@ class ForwardState:
             self._looks_at_values and self._have_stepped(),
         )
 
-    def mark_draws(self) -> RandomState:
-        """Remembers the generators alone, in little time; to be called in each update.
-
-        The states of most of them take long to read. So those of Python, of NumPy and of the user are remembered in the updates
-        1, 2, 4, 8, ...; and in all others from when on one of these looks has found them moved since the look before.
-        """
-        self._num_updates += 1
-        if self._num_updates & (self._num_updates - 1):
-            return RandomState(self._devices, self._drawn)
+    def find_generators(self) -> tuple[list[torch.device], list[Generator]]:
+        """Looks for what forward may draw from: the devices, whose generators are torch's, and the other generators."""
         self._find(is_look=True)
-        before, now = self._latest_look, RandomState(self._devices, self._generators)
-        if before is not None:
-            self._drawn = [*{id(one): one for one in (*self._drawn, *now.moved_since(before))}.values()]
-        self._latest_look = now
-        return now
+        return self._devices, self._generators
 
     def keep(self, mark: ForwardMark) -> None:
         """Keeps the changes of a forward since `mark`, and notes the parameters that it has moved."""

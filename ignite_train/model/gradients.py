@@ -80,6 +80,7 @@ class Gradients:
         self.kinds: set[tuple[torch.device, torch.dtype]] = set()
         self.count = 0
         self._apart: list[Tensor] = []  # those that were seen to have memory of their own, in this update
+        self._on_host = _OnHost()
 
     def clear(self) -> None:
         """Drops all gradients; `.grad` is None afterwards."""
@@ -153,7 +154,7 @@ class Gradients:
         gradients = self._strided() if self._sparse else self._existing()
         kinds = _by_kind(gradients)
         self.kinds, self.count = {*kinds}, len(gradients)
-        return _length(kinds)
+        return _length(kinds, self._on_host)
 
     def note_kinds(self) -> None:
         """Notes what there is, as `norm` does, and takes no norm."""
@@ -184,7 +185,7 @@ class Gradients:
             kinds = _by_kind(gradients)
             self.kinds |= {*kinds}
             self.count += len(gradients)
-            length = _length(kinds)
+            length = _length(kinds, self._on_host)
             squared += length * length / replicas  # a power of floats raises an OverflowError where a product is infinite
         return squared
 
@@ -381,13 +382,21 @@ def _by_kind(gradients: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], 
     return kinds
 
 
-def _length(kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]]) -> float | Tensor:
+class _OnHost(dict[tuple[torch.device, torch.dtype], bool]):
+    """Whether the host reads gradients of a kind without waiting for a device; asked once for each kind."""
+
+    def __missing__(self, kind: tuple[torch.device, torch.dtype]) -> bool:
+        self[kind] = answer = is_on_host(kind[0])
+        return answer
+
+
+def _length(kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]], known: _OnHost) -> float | Tensor:
     """The L2 norm over all gradients of all kinds: a number if all are on the CPU, or else a tensor on one device, not read."""
     on_host: list[float] = []
     elsewhere: list[Tensor] = []
-    for (device, dtype), gradients in kinds.items():
-        wide = None if dtype in _WIDE or dtype.is_complex else torch.float32
-        if is_on_host(device):
+    for kind, gradients in kinds.items():
+        wide = None if kind[1] in _WIDE or kind[1].is_complex else torch.float32
+        if known[kind]:
             left, tables = (gradients, []) if max(map(Tensor.numel, gradients)) < _CUT else _cut(gradients)
             for table in tables:
                 on_host += torch.linalg.vector_norm(table, dim=1, dtype=wide).tolist()

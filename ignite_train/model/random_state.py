@@ -10,7 +10,7 @@ import ctypes
 import hashlib
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from operator import not_
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 __all__ = [
     "NUMPY",
     "PYTHON",
+    "Draws",
     "Generator",
     "RandomState",
     "capture_random_state",
@@ -112,6 +113,52 @@ class RandomState:
         before = {id(generator): state for generator, state in zip(earlier._generators, earlier._states, strict=True)}
         now = zip(self._generators[1:], self._states[1:], strict=True)  # torch's own is always held
         return [one for one, state in now if id(one) in before and not _are_alike(state, before[id(one)])]
+
+
+class Draws:
+    """The state of the generators before the running update, read in little time.
+
+    The states of most of them take long to read. So those of Python, of NumPy and of the user are remembered in the updates 1,
+    2, 4, 8, ...; and in all others from when on one of these looks has found them moved since the look before.
+
+    Args:
+        find: looks for the devices of the model, and for the generators besides torch's.
+
+    Attributes:
+        state: before the running update; None where it was not remembered.
+        may_happen: whether forward may draw random numbers. Where it is known that it does not, no state is remembered.
+    """
+
+    def __init__(self, find: Callable[[], tuple[Sequence[torch.device], Sequence[Generator]]]) -> None:
+        self._find, self.may_happen = find, True
+        self.state: RandomState | None = None
+        self._latest_look: RandomState | None = None
+        self._num_marks = 0
+        self._devices: Sequence[torch.device] = ()
+        self._drawn: list[Generator] = []  # those that were seen to move
+
+    def mark(self) -> None:
+        """Remembers the state before an update. Forgets the one before."""
+        self.state = None
+        if not self.may_happen:
+            return
+        self._num_marks += 1
+        if self._num_marks & (self._num_marks - 1):
+            self.state = RandomState(self._devices, self._drawn)
+        else:
+            self._look()
+
+    def put_back(self) -> None:
+        """Goes back to the state before the update, where it was remembered."""
+        if self.state is not None:
+            self.state.restore()
+
+    def _look(self) -> None:
+        self._devices, generators = self._find()
+        before, self.state = self._latest_look, RandomState(self._devices, generators)
+        if before is not None:
+            self._drawn = [*{id(one): one for one in (*self._drawn, *self.state.moved_since(before))}.values()]
+        self._latest_look = self.state
 
 
 def capture_random_state(*, accelerators: bool = True) -> dict[str, Any]:

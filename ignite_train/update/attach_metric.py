@@ -62,7 +62,7 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
         raise TypeError(
             f"trainer must be a Trainer, got {describe(trainer)}; on an evaluator call metric.attach(evaluator, name)"
         )
-    if trainer.is_elastic:
+    if trainer.replicas.are_elastic:
         raise ValueError(
             f"attach_metric(..., {name!r}) must be left out with reduction='elastic': it would count the predictions of one "
             "replica; return sums in ForwardOutput(logs=...), which cross the replicas"

@@ -54,7 +54,7 @@ class ElasticUpdate(Update):
             restore: takes that of another replica over.
         """
         members = self.members
-        trainer.is_elastic = True
+        trainer.replicas.are_elastic = True
 
         def enter(trainer: Trainer) -> None:
             self._has_no_quorum = False

@@ -142,7 +142,7 @@ class LocalUpdate(Update):
 
     def _note_that_replicas_differ(self, trainer: Trainer, *, applied: bool) -> None:
         if applied:
-            trainer.replicas_are_equal = False
+            trainer.replicas.are_equal = False
         if not trainer.moments.after_update and not self._is_warned:
             self._is_warned = True
             logging.getLogger("ignite_train").warning(

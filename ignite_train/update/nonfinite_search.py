@@ -14,7 +14,7 @@ from ignite_train.forward import BoundForward
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.nonfinite import find_nonfinite
-from ignite_train.model.random_state import RandomState
+from ignite_train.model.random_state import Draws
 from ignite_train.ranks import collectives
 from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.rank_vote import RankVote
@@ -47,7 +47,7 @@ class NonFiniteSearch:
 
     Attributes:
         gradients: the same.
-        forward_draws: whether forward may draw random numbers. Where it is known that it does not, no state is remembered.
+        draws: the random state before the update.
         marks_always: whether the random state is remembered also where no search is possible, for an update that is repeated.
     """
 
@@ -64,12 +64,12 @@ class NonFiniteSearch:
     ) -> None:
         self._crossing, self.gradients, self._carried, self._loss_of = crossing, gradients, carried, loss_of
         self._forward_state, self._vote = ForwardState(crossing.module, carried, forward), RankVote()
-        self._draws: RandomState | None = None  # of the beginning of the update
+        self.draws = Draws(self._forward_state.find_generators)
         if loss_scaling.enabled:
             self._largest_scale = scale_near_floor(loss_scaling)
         else:
             self._largest_scale = math.inf if raises else 0.0
-        self.forward_draws, self.marks_always = True, False
+        self.marks_always = False
         self._loss_scaling = loss_scaling
 
     @property
@@ -77,20 +77,21 @@ class NonFiniteSearch:
         """Whether some update has to remember the random state."""
         return self.marks_always or self._largest_scale > 0.0
 
-    def mark(self) -> None:
-        """Remembers the state before an update, if a search in it is possible. Forgets the one before."""
-        self._draws = None
-        if self.forward_draws and (self._loss_scaling.scale <= self._largest_scale or self.marks_always):
-            self._draws = self._forward_state.mark_draws()
+    @property
+    def marks_each(self) -> bool:
+        """Whether all updates have to, whatever the loss scale is."""
+        return self.marks_always or (self.may_mark and not self._loss_scaling.enabled)
 
-    def put_back(self) -> None:
-        """Goes back to the random state before the update, where it was remembered."""
-        if self._draws is not None:
-            self._draws.restore()
+    def mark(self) -> None:
+        """Remembers the random state before an update, if a search in it is possible. Forgets the one before."""
+        if self.marks_always or self._loss_scaling.scale <= self._largest_scale:
+            self.draws.mark()
+        else:
+            self.draws.state = None
 
     def has_mark(self, loss_scale: float) -> bool:
         """Whether the state before an update at this loss scale was remembered, as far as forward draws numbers."""
-        return loss_scale <= self._largest_scale and (self._draws is not None or not self.forward_draws)
+        return loss_scale <= self._largest_scale and (self.draws.state is not None or not self.draws.may_happen)
 
     def __call__(
         self, micro_batches: Sequence[Any], num_placeholders: int, *, loss_is_finite: bool
@@ -119,8 +120,7 @@ class NonFiniteSearch:
     def _replay(self, micro_batches: Sequence[Any], num_placeholders: int) -> str | None:
         """What this rank finds. All that forward changes is put back."""
         module, now = self._crossing.module, self._forward_state.mark()
-        if self._draws is not None:
-            self._draws.restore()
+        self.draws.put_back()
         self._carried.rewind()
         self.gradients.clear()
         # On several ranks each goes through its whole group: forward may have collectives that this library cannot see.

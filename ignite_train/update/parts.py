@@ -71,7 +71,8 @@ class Parts:
         if passes.seeding is not None:
             parts.append(Part(keep=passes.seeding.end))
         elif search.may_mark:
-            parts.append(Part(kept_at=COUNTED, mark=search.mark, put_back=search.put_back))
+            mark = search.draws.mark if search.marks_each else search.mark
+            parts.append(Part(kept_at=COUNTED, mark=mark, put_back=search.draws.put_back))
         self.are_chosen = not self.buffers.is_looking
         return parts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from operator import methodcaller
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ from ignite_train.model.step_watch import StepWatch
 __all__ = ["OneStepper", "SeveralSteppers", "Stepper"]
 
 _NOTHING = nullcontext()
+_FUSED = methodcaller("get", "fused")
 
 
 class Stepper(Protocol):
@@ -62,7 +64,8 @@ class OneStepper:
     def __call__(self, mean_factor: float, *clip_coefficients: float) -> None:
         """See `Stepper`."""
         (clip_coefficient,) = clip_coefficients
-        self.look()
+        if self.inner or self.kernels.unfused or any(map(_FUSED, self.optimizer.param_groups)):
+            self.look()
         self.step_along(mean_factor * clip_coefficient)
 
     def look(self) -> None:

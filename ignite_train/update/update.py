@@ -217,7 +217,7 @@ class Update:
         self.gather.choose(trainer)
         self._is_shown = trainer.has_handlers(_GRADIENTS_READY)
         shows = self._is_shown or trainer.has_handlers(TrainEvents.OUT_OF_MEMORY)
-        self._sets_rates = shows or trainer.output_transform is not None
+        self._sets_rates = shows or trainer.moments.output_transform is not None
 
     # --- the parts --------------------------------------------------------------------------------------------------------
 

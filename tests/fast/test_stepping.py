@@ -301,9 +301,9 @@ def test_a_pre_hook_sees_what_is_stepped_on(build, micro_batches, everywhere):
     ids=["folded", "multiplied"],
 )
 def test_the_way_is_said_once(build, micro_batches, caplog, optimizer, how):
-    """One line at the first step says which way is taken, and why not the other."""
-    _, _, trainer = build(optimizer=optimizer)
+    """One line, when the trainer is made or at its first step, says which way is taken, and why not the other."""
     with caplog.at_level(logging.INFO, logger="ignite_train"):
+        _, _, trainer = build(optimizer=optimizer)
         trainer.run(micro_batches)
     assert [record.message for record in caplog.records if "unscaled" in record.message] == [
         f"gradients for AdamW are unscaled, normalised and clipped {how}"

@@ -198,10 +198,10 @@ def test_each_folds_where_it_can(caplog: pytest.LogCaptureFixture) -> None:
     """A fused kernel takes the factor of its own optimizer; the other one's gradients are multiplied."""
     model = network(torch.float32)
     matrices, others = split(model)
-    job = make(model, {"fused": AdamW(matrices, lr=0.02, fused=True), "plain": SGD(others, lr=0.1)}, max_grad_norm=0.1)
     divisors: list[bool] = []
-    job.optimizers["fused"].register_step_post_hook(lambda one, *_: divisors.append("grad_scale" in vars(one)))
     with caplog.at_level(logging.INFO, logger="ignite_train"):
+        job = make(model, {"fused": AdamW(matrices, lr=0.02, fused=True), "plain": SGD(others, lr=0.1)}, max_grad_norm=0.1)
+        job.optimizers["fused"].register_step_post_hook(lambda one, *_: divisors.append("grad_scale" in vars(one)))
         job.trainer.run(cuts.cut(cuts.samples(), [2, 3]), max_epochs=1)
     assert divisors == [True, True]
     assert "gradients for AdamW are unscaled, normalised and clipped inside its fused kernel" in caplog.text

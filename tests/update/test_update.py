@@ -30,8 +30,8 @@ from ignite_train import (
     UpdateOptions,
     create_trainer,
 )
-from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import Gradients
+from ignite_train.model.random_state import Draws
 
 
 class Weights(nn.Module):
@@ -779,7 +779,7 @@ def test_far_from_its_floor_a_scaled_update_remembers_nothing(build, micro_batch
     marked: list[float] = []
     policy = TorchLossScaling(2.0**4, min_scale=1.0, growth_interval=1000)
     _, _, trainer = build(lambda model, batch: mse_loss(model(batch[0]), batch[1]) * math.inf, loss_scaling=policy)
-    monkeypatch.setattr(ForwardState, "mark_draws", lambda self: marked.append(policy.scale))
+    monkeypatch.setattr(Draws, "mark", lambda self: marked.append(policy.scale))
     trainer.run(micro_batches, max_iters=4)
     assert marked == [2.0]
     holding = TorchLossScaling(1.0, min_scale=1.0, on_floor="hold")
