@@ -37,7 +37,7 @@ def watch_of(reports: list[Any], waited: float) -> Any:
     """The judging part of a watch: all ranks have stood where they are for so many seconds."""
     watch: Any = object.__new__(hang_watch._Watch)
     watch._reports, watch._clock, watch._arrived = reports, 100.0, [100.0 - waited] * len(reports)
-    watch._heartbeat = hang_watch._Heartbeat(None)
+    watch._heartbeat, watch._trainer = hang_watch._Heartbeat(None), SimpleNamespace(is_elastic=False)
     return watch
 
 
@@ -430,7 +430,7 @@ def test_a_look_at_a_thread_leaves_the_garbage_collector_as_it_is(collects: bool
 def test_a_watch_begins_with_patience(monkeypatch: pytest.MonkeyPatch, timeout: float, interval: float) -> None:
     """The first update has its own limit; a report comes about once a second, and eight times within the timeout."""
     monkeypatch.setattr(hang_watch.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
-    trainer: Any = SimpleNamespace(state=SimpleNamespace(iteration=3))
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(iteration=3), is_elastic=False)
     watch: Any = hang_watch._Watch(trainer, None, timeout, 3 * timeout)
     found, waits = [], []
     for update in (4, 5):
