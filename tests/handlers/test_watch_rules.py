@@ -71,6 +71,24 @@ def test_different_updates_are_a_hang_only_if_one_waits(updates: Any, place: Any
     assert watch_of(reports, LIMIT + 1)._waits_in_vain([0, 1], LIMIT) is expected
 
 
+@pytest.mark.parametrize(
+    ("is_elastic", "where", "expected"),
+    [
+        (True, "answer (members.py:440)", ""),
+        (True, "forward (train.py:9)", "no rank has moved for more than"),
+        (False, "answer (members.py:440)", "no rank has moved for more than"),
+    ],
+)
+def test_a_replica_that_waits_for_others_does_not_hang(is_elastic: bool, where: str, expected: str) -> None:
+    """How long it does has a limit of its own."""
+    watch = watch_of([report((where, True))], 0.0)
+    watch._rank, watch._timeout, watch._first_timeout, watch._first_update = 0, LIMIT, LIMIT, 2
+    watch._interval, watch._standstill, watch._messages = 1.0, LIMIT, None
+    watch._heard, watch._moved, watch._answered, watch.is_elastic = [100.0], 100.0 - LIMIT - 1, 100.0, is_elastic
+
+    assert watch._find_hang()[: len("no rank has moved for more than")] == expected
+
+
 @pytest.mark.parametrize(("place", "expected"), [(WAITS, True), (AT_WORK, False)], ids=["waiting", "at work"])
 def test_a_rank_waits_in_vain_for_one_that_has_left(place: Any, expected: bool) -> None:
     """All that are still there stand at one place."""
