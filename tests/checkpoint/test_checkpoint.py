@@ -274,6 +274,29 @@ def test_by_hand_between_runs_it_is_on_the_disk_at_once(tmp_path: Path) -> None:
     assert not restored.weight.any()
 
 
+def test_by_hand_when_a_run_has_broken_off_it_is_on_the_disk_at_once(tmp_path: Path) -> None:
+    """In a function of `on_exit`, where the directory is still held and no thread of a save is waited for any more."""
+    trainer, _ = make()
+    checkpoint = Checkpoint(tmp_path, every=100)
+    checkpoint.attach(trainer)
+
+    def fail(trainer: Trainer) -> None:
+        if trainer.state.iteration == 3:
+            raise InjectedError
+
+    def save() -> None:
+        checkpoint.save()
+        found.extend(names(tmp_path))
+
+    found = list[str]()
+    trainer.append_event_handler(Events.ITERATION_COMPLETED, fail)
+    trainer.on_exit.append(save)
+    with pytest.raises(InjectedError):
+        trainer.run(LOADER, max_epochs=1)
+
+    assert found == ["3"]
+
+
 def test_the_end_is_saved_though_an_earlier_run_came_as_far(tmp_path: Path) -> None:
     """A trainer that goes back to an earlier checkpoint and then trains with another rate ends with other weights."""
     trainer, model = make()
