@@ -68,7 +68,7 @@ WITH_LIGHTHOUSE = [(100, 3, "samples", "lighthouse"), (101, 4, "tokens", "lighth
 
 @pytest.mark.parametrize(
     ("seed", "num_replicas", "batches", "more"),
-    [slow(*WITH_LIGHTHOUSE[0]), *(nightly(*case) for case in (*CASES, *WITH_LIGHTHOUSE[1:]))],
+    [slow(*CASES[4]), *(nightly(*case) for case in (*CASES[:4], *CASES[5:], *WITH_LIGHTHOUSE))],
 )
 def test_replicas_that_are_killed(tmp_path: Path, seed: int, num_replicas: int, batches: str, more: str) -> None:
     """Each update is that of the samples that it has counted, each sample counts once, and all replicas are bitwise equal.
