@@ -107,5 +107,5 @@ class ArrivingGroup(MutableSequence[Any]):
                 except StopIteration:
                     self._size = len(self._arrived)
             held.check()
-            if self.is_complete:
+            if len(self._arrived) >= self._size:
                 self._on_complete(self)
