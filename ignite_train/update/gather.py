@@ -122,7 +122,7 @@ class Gather:
         trainer.begin_section("forward")
         if self._seeding is not None:
             self._seeding.micro_batch(index)
-        if self._num_guarded:  # a FailureBoard has a handler of this event, so it is not looked at for ever
+        if self._num_guarded:  # in the first updates only: FailureBoard has a handler of this event in each
             self._num_guarded -= 1
             self._guard.fire(trainer, _MICRO_BATCH_STARTED)
         else:

@@ -1145,6 +1145,7 @@ def look_ahead(directory: str) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_looking_ahead_is_not_exact_and_said(tmp_path: Path) -> None:
     """Ranks with loaders of unknown length read one micro-batch ahead, whose random numbers are drawn too early to resume."""
     first, second = run_ranks(look_ahead, str(tmp_path))
