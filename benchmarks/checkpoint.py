@@ -190,7 +190,7 @@ def measure_updates(megabytes: float, repetitions: int, directory: Path, device:
             update()
             started, times = time.perf_counter(), list[float]()
             durably, removed = checkpoint.saver._durable, threading.Event()  # or it has failed
-            checkpoint.saver._started().put(removed.set)
+            checkpoint.saver._work.put(removed.set)
             while not removed.is_set():
                 times.append(update())
                 if durably.is_set() and len(durable) < number + 1:

@@ -418,7 +418,8 @@ class Checkpoint(Handler):
         if self._is_running and not run.is_between_updates:
             self.cadence.request()
             return
-        self._save()
+        # When the functions of `on_exit` are called the run is over too, and nothing waits for a thread any more.
+        self._save(is_last=not self._is_running)
 
     # --- saving -----------------------------------------------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ class GradientMonitor(Handler):
     def attach(self, trainer: Trainer) -> None:
         """Looks at updates of `trainer`."""
         handlers = {TrainEvents.GRADIENTS_READY: self._before_step, TrainEvents.STEP_COMPLETED: self._after_step}
-        handle_in_every_nth_update(trainer, self.every, handlers | {TrainEvents.STEP_SKIPPED: self._end})
+        handle_in_every_nth_update(self, trainer, self.every, handlers | {TrainEvents.STEP_SKIPPED: self._end})
         trainer.on_exit.append(self._end)
 
     def _end(self) -> None:

@@ -116,7 +116,7 @@ class TensorBoard(RecordingHandler):
         """See `RecordingHandler`."""
         handle = super().attach(trainer, event, evaluator=evaluator, tag=tag)
         if handle is not None and self.histograms is not None:
-            handle_in_every_nth_update(trainer, self.histograms, {TrainEvents.GRADIENTS_READY: self._add_gradients})
+            handle_in_every_nth_update(self, trainer, self.histograms, {TrainEvents.GRADIENTS_READY: self._add_gradients})
             trainer.add_event_handler(Events.ITERATION_COMPLETED(every=self.histograms), self._add_weights)
         return handle
 

@@ -134,8 +134,8 @@ class TrainState(_Carrying):
         carried: state that forward keeps from micro-batch to micro-batch on this rank; see `Carried`.
         micro_batch_in_group: index of the running micro-batch in its group, from 0; None outside of one, and in a forward that
             is run on a placeholder.
-        group_size: micro-batches of this rank in the running group; None where there is none, and where a loader without a
-            length may still end within it.
+        group_size: micro-batches of this rank in the running group; None where there is none, and where they arrive one by one
+            from a loader without a length. The same in the whole update.
         progress: the fraction of the run that was done before the running update, or the latest; in [0, 1). None without a
             limit, or where the length of an epoch is unknown.
     """

@@ -81,14 +81,12 @@ class ArrivingGroup(MutableSequence[Any]):
         self._size = len(self._arrived)
 
     @property
-    def is_complete(self) -> bool:
-        """Whether all micro-batches have arrived."""
-        return len(self._arrived) >= self._size
-
-    @property
     def known_size(self) -> int | None:
-        """How many micro-batches the group has; None while the loader may still end early without having said so."""
-        return self._size if self._is_sized or self.is_complete else None
+        """How many micro-batches the group has; None where the loader has not said when it ends.
+
+        The same in the whole update, also when all of them are there: a forward that is run again finds what it found before.
+        """
+        return self._size if self._is_sized else None
 
     def whole(self) -> list[Any]:
         """All micro-batches; reads those that are left."""
@@ -109,5 +107,5 @@ class ArrivingGroup(MutableSequence[Any]):
                 except StopIteration:
                     self._size = len(self._arrived)
             held.check()
-            if self.is_complete:
+            if len(self._arrived) >= self._size:
                 self._on_complete(self)

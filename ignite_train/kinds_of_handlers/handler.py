@@ -7,6 +7,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 from ignite.engine import CallableEventWithFilter, Engine, Events, EventsList, RemovableEventHandle
@@ -121,20 +122,23 @@ def _is_event(value: Any) -> bool:
     return isinstance(value, (CallableEventWithFilter, EventsList))
 
 
-def handle_in_every_nth_update(trainer: Trainer, number: int, handlers: Mapping[Any, Callable[..., Any]]) -> None:
+def handle_in_every_nth_update(
+    owner: Handler, trainer: Trainer, number: int, handlers: Mapping[Any, Callable[..., Any]]
+) -> None:
     """Attaches handlers when an update begins whose number is a multiple of `number`, and takes them off when it is over.
 
     Some events cost something in each update as soon as they have a handler with any filter: with one of GRADIENTS_READY an
     update waits for the host before its step.
 
     Args:
+        owner: the handler that needs them, which counts as attached in all updates.
         trainer: the trainer.
         number: n.
         handlers: by event.
     """
     handles: list[RemovableEventHandle] = []
 
-    def begin(trainer: Trainer) -> None:
+    def begin(_owner: Handler, trainer: Trainer) -> None:
         end()
         handles.extend(trainer.prepend_event_handler(event, handler) for event, handler in handlers.items())
 
@@ -142,7 +146,8 @@ def handle_in_every_nth_update(trainer: Trainer, number: int, handlers: Mapping[
         while handles:
             handles.pop().remove()
 
-    trainer.add_event_handler(Events.ITERATION_STARTED(every=number), begin)
+    # A method of the owner: by it the settings of attached handlers are found, and those that all ranks must have.
+    trainer.add_event_handler(Events.ITERATION_STARTED(every=number), MethodType(begin, owner))
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=number), end)
     trainer.on_exit.append(end)
 

@@ -281,6 +281,29 @@ def test_by_hand_between_runs_it_is_on_the_disk_at_once(tmp_path: Path) -> None:
     assert not restored.weight.any()
 
 
+def test_by_hand_when_a_run_has_broken_off_it_is_on_the_disk_at_once(tmp_path: Path) -> None:
+    """In a function of `on_exit`, where the directory is still held and no thread of a save is waited for any more."""
+    trainer, _ = make()
+    checkpoint = Checkpoint(tmp_path, every=100)
+    checkpoint.attach(trainer)
+
+    def fail(trainer: Trainer) -> None:
+        if trainer.state.iteration == 3:
+            raise InjectedError
+
+    def save() -> None:
+        checkpoint.save()
+        found.extend(names(tmp_path))
+
+    found = list[str]()
+    trainer.append_event_handler(Events.ITERATION_COMPLETED, fail)
+    trainer.on_exit.append(save)
+    with pytest.raises(InjectedError):
+        trainer.run(LOADER, max_epochs=1)
+
+    assert found == ["3"]
+
+
 def test_the_end_is_saved_though_an_earlier_run_came_as_far(tmp_path: Path) -> None:
     """A trainer that goes back to an earlier checkpoint and then trains with another rate ends with other weights."""
     trainer, model = make()
@@ -1129,6 +1152,7 @@ def look_ahead(directory: str) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_looking_ahead_is_not_exact_and_said(tmp_path: Path) -> None:
     """Ranks with loaders of unknown length read one micro-batch ahead, whose random numbers are drawn too early to resume."""
     first, second = run_ranks(look_ahead, str(tmp_path))

@@ -201,6 +201,7 @@ class Drawing(Counting):
         return iter(torch.randperm(4).tolist())
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("again", ["in-the-process", "in-another-process"])
 @pytest.mark.parametrize("updates", [2, 4, 6], ids=lambda updates: f"after-{updates}")
 @pytest.mark.parametrize("kind", [Counting, Shuffling, CountingInTensor, Told, Drawing])
@@ -433,6 +434,7 @@ STREAMS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", STREAMS)
 def test_with_epoch_length_a_run_resumes_bitwise(kind: str, tmp_path: Path) -> None:
     """After any update: the same samples, and the same numbers that forward draws; also at the end of a pass."""

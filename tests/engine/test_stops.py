@@ -228,6 +228,7 @@ def _on_ranks() -> None:
         check(Events.STARTED, stop, 1, asks(never, stop))
 
 
+@pytest.mark.slow
 def test_the_law_is_the_same_on_two_ranks() -> None:
     """Where one rank asks before the update's numbers have crossed, and where both ask after that."""
     run_ranks(_on_ranks)

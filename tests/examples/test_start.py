@@ -38,6 +38,7 @@ def _form(line: str) -> str:
     return re.sub(r"[\d.]+[km]?", "#", re.sub(r"\s+", " ", line)).strip()
 
 
+@pytest.mark.slow
 def test_the_first_run_prints_what_the_page_shows(tmp_path: Path) -> None:
     """At most 25 lines, and each line that the page shows is printed, in its order, but for digits."""
     script = steps.scripts()["The first run"]

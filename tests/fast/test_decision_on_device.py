@@ -493,7 +493,7 @@ def mismatched(patch: pytest.MonkeyPatch, update: int, what: str) -> tuple[str, 
             changed = model.bias.grad.data if what == "gradient" else model.bias.detach()  # not counted as a change
             changed *= 1.5
 
-    trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, disturb)
+    trainer.moments.before_norm.append(lambda _: disturb())  # no handler of an event may change gradients unnoticed
     trainer.add_event_handler(Events.ITERATION_STARTED, lambda: weights.append(model.weight.detach().clone()))
     queued = _watch(patch.setattr)
     with pytest.raises((GradNormMismatchError, StateMismatchError)) as caught:

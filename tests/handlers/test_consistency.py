@@ -383,7 +383,8 @@ class Broken:
         self.job = Job(way, cuts.linear(), on_nonfinite="skip", loss_scaling=None)
         self.updates, self.factor = updates, factor
         if idist.get_rank() == 1 and way == "ddp":
-            self.job.trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, self.change)
+            # No handler of an event may do this unnoticed.
+            self.job.trainer.moments.before_norm.append(lambda _: self.change())
         elif idist.get_rank() == 1:
             self.unflatten, replicas.unflatten = replicas.unflatten, self.change_sum
 

@@ -96,6 +96,7 @@ def secrets() -> list[Any]:
     return [messages._secret for messages in opened]  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_the_ranks_share_a_secret_that_is_new_each_time() -> None:
     """The same on all ranks, another for each handler and run, and long enough not to be guessed."""
     first, second = run_ranks(secrets)

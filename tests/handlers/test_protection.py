@@ -412,7 +412,8 @@ class Spoiled:
         if idist.get_rank() != (0 if way == "fsdp" else 1):  # the shards of so small a model are all on rank 0
             return
         if way in ("ddp", "fsdp"):
-            self.trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, self.spoil)
+            # No handler of an event may do this unnoticed.
+            self.trainer.moments.before_norm.append(lambda _: self.spoil())
         else:  # the gradients are reduced after the last event of a micro-batch
             self.unflatten, replicas.unflatten = replicas.unflatten, self.spoil_sum
 

@@ -37,7 +37,7 @@ def watch_of(reports: list[Any], waited: float) -> Any:
     """The judging part of a watch: all ranks have stood where they are for so many seconds."""
     watch: Any = object.__new__(hang_watch._Watch)
     watch._reports, watch._clock, watch._arrived = reports, 100.0, [100.0 - waited] * len(reports)
-    watch._heartbeat = hang_watch._Heartbeat(None)
+    watch._heartbeat, watch._trainer = hang_watch._Heartbeat(None), SimpleNamespace(is_elastic=False)
     return watch
 
 
@@ -69,6 +69,24 @@ def test_different_updates_are_a_hang_only_if_one_waits(updates: Any, place: Any
     """Ranks that do not wait for each other may be in different updates for long."""
     reports = [report(place, update=update) for update in updates]
     assert watch_of(reports, LIMIT + 1)._waits_in_vain([0, 1], LIMIT) is expected
+
+
+@pytest.mark.parametrize(
+    ("is_elastic", "where", "expected"),
+    [
+        (True, "answer (members.py:440)", ""),
+        (True, "forward (train.py:9)", "no rank has moved for more than"),
+        (False, "answer (members.py:440)", "no rank has moved for more than"),
+    ],
+)
+def test_a_replica_that_waits_for_others_does_not_hang(is_elastic: bool, where: str, expected: str) -> None:
+    """How long it does has a limit of its own."""
+    watch = watch_of([report((where, True))], 0.0)
+    watch._rank, watch._timeout, watch._first_timeout, watch._first_update = 0, LIMIT, LIMIT, 2
+    watch._interval, watch._standstill, watch._messages = 1.0, LIMIT, None
+    watch._heard, watch._moved, watch._answered, watch.is_elastic = [100.0], 100.0 - LIMIT - 1, 100.0, is_elastic
+
+    assert watch._find_hang()[: len("no rank has moved for more than")] == expected
 
 
 @pytest.mark.parametrize(("place", "expected"), [(WAITS, True), (AT_WORK, False)], ids=["waiting", "at work"])
@@ -430,7 +448,7 @@ def test_a_look_at_a_thread_leaves_the_garbage_collector_as_it_is(collects: bool
 def test_a_watch_begins_with_patience(monkeypatch: pytest.MonkeyPatch, timeout: float, interval: float) -> None:
     """The first update has its own limit; a report comes about once a second, and eight times within the timeout."""
     monkeypatch.setattr(hang_watch.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
-    trainer: Any = SimpleNamespace(state=SimpleNamespace(iteration=3))
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(iteration=3), is_elastic=False)
     watch: Any = hang_watch._Watch(trainer, None, timeout, 3 * timeout)
     found, waits = [], []
     for update in (4, 5):

@@ -148,6 +148,7 @@ def test_figures_from_elsewhere_are_taken_but_not_those_of_a_dry_run(tmp_path: P
     assert (gpu.PICTURES / gpu.PICTURE).read_bytes() == b"a picture"
 
 
+@pytest.mark.slow
 def test_a_part_that_does_not_end_leaves_what_it_has_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is ended after its share of the time, and the section says so."""
     gpu = script("gpu")

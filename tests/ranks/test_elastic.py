@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -291,19 +288,3 @@ def test_each_member_knows_the_shares_of_all() -> None:
 
     assert dealing.lengths(lambda: len(data)) == [2, 2, 1]
     assert (dealing.rank, len(data)) == (1, 2)
-
-
-# --- the simulation of goodput ---
-
-
-def test_the_simulation_of_restarts_agrees_with_the_closed_form() -> None:
-    """The benchmark compares itself with Daly's formula, and ends with an error where they differ."""
-    script = Path(__file__).parents[2] / "benchmarks/goodput.py"
-    if not script.exists():
-        pytest.skip("looks at a checkout, and this is none")
-    command = [sys.executable, str(script), "--check", "--failures", "100000"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    rows = [line.split() for line in done.stdout.splitlines()[1:]]
-
-    assert [int(row[0]) for row in rows] == [8, 100, 1_000, 10_000, 100_000]
-    assert all(float(row[3].rstrip("%")) > float(row[1].rstrip("%")) for row in rows)

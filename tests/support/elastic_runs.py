@@ -283,7 +283,10 @@ def fork(work: Callable[[], None]) -> int:
 def run_lonely(directory: Path, num_replicas: int) -> int:
     """Kills all replicas but one, which waits in vain for the others. Gives the status with which it ends."""
     lighthouse, port = start_lighthouse(min_replicas=num_replicas)
-    os.environ |= {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}", "IGNITE_TRAIN_PATIENCE_SECONDS": "4"}
+    os.environ |= {
+        "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}",
+        "IGNITE_TRAIN_PATIENCE_SECONDS": "20",
+    }  # both must come in it
 
     def be(number: int) -> None:
         os.environ["IGNITE_TRAIN_REPLICA"] = str(number)

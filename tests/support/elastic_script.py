@@ -160,6 +160,14 @@ def hang_once(path: Path) -> None:
         time.sleep(10**6)
 
 
+def make_loader(batches: str, number: int) -> ResumableLoader:
+    if batches == "tokens":
+        sampler = TokenBudgetSampler([1 + index % 3 for index in range(number)], max_tokens=5, shuffle=True, seed=3)
+        return ResumableLoader(Samples(number), batches=sampler, seed=3)
+    workers = {"workers": 1}.get(batches, 0)
+    return ResumableLoader(Samples(number), batch_size=2, shuffle=True, seed=3, num_workers=workers)
+
+
 def main(
     directory: str, epochs: int, number: int, seconds: float, batches: str, reach: Callable[[str], None] | None = None
 ) -> None:
@@ -171,7 +179,8 @@ def main(
         indices, x, y = micro_batch
         history.count(indices.tolist())
         time.sleep(seconds)
-        if trainer.state.iteration == 3 and os.environ["IGNITE_TRAIN_REPLICA"] == os.environ.get("HANGS"):
+        # From update 3 on: on a machine that is busy a replica may join later.
+        if trainer.state.iteration >= 3 and os.environ["IGNITE_TRAIN_REPLICA"] == os.environ.get("HANGS"):
             hang_once(Path(directory) / "hung")
         loss = (model(x) - y).square().sum()
         if reach is not None:
@@ -202,13 +211,7 @@ def main(
         validate_and_save(trainer, Path(directory), number, reach)
     if "HANGS" in os.environ:
         HangWatch(timeout_seconds=4).attach(trainer)
-    if batches == "tokens":
-        sampler = TokenBudgetSampler([1 + index % 3 for index in range(number)], max_tokens=5, shuffle=True, seed=3)
-        loader = ResumableLoader(Samples(number), batches=sampler, seed=3)
-    else:
-        workers = {"workers": 1}.get(batches, 0)
-        loader = ResumableLoader(Samples(number), batch_size=2, shuffle=True, seed=3, num_workers=workers)
-    trainer.run(loader, max_epochs=epochs)
+    trainer.run(make_loader(batches, number), max_epochs=epochs)
     end = {"parameters": values(model), "updates": history.updates, "start": history.start, "steps": trainer.state.num_steps}
     path = Path(directory) / f"{os.environ['IGNITE_TRAIN_REPLICA']}-{os.getpid()}.json"
     path.with_suffix(".part").write_text(json.dumps(end))

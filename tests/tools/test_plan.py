@@ -94,6 +94,7 @@ def test_a_wrong_number_is_an_error(wrong: dict[str, float]) -> None:
         Run(**{"updates": 1, "compute": 1.0, **wrong})
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PAGE.is_file(), reason="looks at a checkout, and here is none")
 def test_the_command_prints_what_the_page_shows() -> None:
     """The first command of docs/scaling.md, and its output."""

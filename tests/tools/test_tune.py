@@ -99,6 +99,7 @@ def test_the_fastest_is_named_with_its_gain_and_its_line(clock: Clock) -> None:
     assert "to have it: make_trainer(accumulation_steps=1)" in str(found)
 
 
+@pytest.mark.slow
 def test_nothing_is_named_where_all_are_equal(clock: Clock) -> None:
     """The time is that of the samples alone."""
     found = tuned(maker(clock, lambda size: 0.1 * size), loader_of(), micro_batch=[1, 2, 8])
@@ -115,6 +116,7 @@ def test_each_candidate_computes_the_updates_of_one_large_batch(clock: Clock) ->
     assert len({trainer.state.update_output.sample_size for trainer, _ in made if trainer.state.iteration}) == 1
 
 
+@pytest.mark.slow
 def test_what_is_tried_by_default(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads and workers by powers of two, sizes that divide the samples of an update, and the parameters that are known."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(3))
@@ -142,6 +144,7 @@ def test_what_is_tried_by_default(clock: Clock, monkeypatch: pytest.MonkeyPatch)
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.slow
 def test_any_parameter_can_be_varied(clock: Clock) -> None:
     """By `values`: here the wider model is not slower, and the one of two parts is."""
 
@@ -190,6 +193,7 @@ def test_the_time_is_kept(clock: Clock) -> None:
 # --- what it leaves alone ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["global generator", "own generator", "resumable"])
 @pytest.mark.parametrize("ends", ["well", "by an error"])
 def test_a_run_after_it_is_the_run_without_it(kind: str, ends: str, clock: Clock) -> None:
@@ -268,6 +272,7 @@ def test_micro_batches_that_cannot_be_cut_are_left_alone_and_said(kind: str, clo
 # --- what depends on the cut ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_depends_on_the_cut_is_named(clock: Clock) -> None:
     """BatchNorm by its name; what has no name by what the first update comes to, unless dropout draws."""
     norm = tuned(maker(clock, lambda _: 1.0, lambda: nn.BatchNorm1d(4)), loader_of(), micro_batch=[8])
