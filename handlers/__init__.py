@@ -50,7 +50,7 @@ from ignite_train.handlers.tensorboard import TensorBoard
 from ignite_train.handlers.time_limit import TimeLimit
 from ignite_train.handlers.training_metrics import TrainingMetrics
 from ignite_train.handlers.validation import Validation
-from ignite_train.other_words import refuse_import
+from ignite_train.other_words import answers_imports
 
 __all__ = [
     "BestCheckpoint",
@@ -96,7 +96,4 @@ __all__ = [
     "predict",
 ]
 
-
-def __getattr__(name: str) -> object:
-    """Answers a name of another library."""
-    raise refuse_import(__name__, "ignite_train", name)
+__getattr__ = answers_imports(__name__, "ignite_train")

@@ -157,6 +157,9 @@ class Checkpoint(Handler):
     ) -> None:
         refuse_other_systems()
         self.directory = directory_of("directory", directory).absolute()
+        if score is None and (mode is not None or keep_best != 1):
+            name, value = ("mode", mode) if mode is not None else ("keep_best", keep_best)
+            raise ValueError(f"{name} must be left out without a score, got {value!r}; write score='loss', say, beside it")
         retention = Retention(
             last=positive_int("keep", keep),
             best=positive_int("keep_best", keep_best),
@@ -174,7 +177,7 @@ class Checkpoint(Handler):
             warns=one_of("on_error", on_error, ("raise", "warn")) == "warn",
             give_up_after=positive_int("give_up_after", give_up_after),
         )
-        self.to_save, self.config = checked_objects(to_save or {}), mapping_of("config", config)
+        self.to_save, self.config = checked_objects({} if to_save is None else to_save), mapping_of("config", config)
         self.on_changed_data = one_of("on_changed_data", on_changed_data, ("raise", "warn"))
         self.held_seconds = self.total_held_seconds = 0.0
         is_once = one_of("frozen", frozen, ("each", "once")) == "once"

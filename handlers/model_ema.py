@@ -58,6 +58,11 @@ class ModelEMA(AveragingHandler):
         device: str | torch.device | None = None,
     ) -> None:
         super().__init__(device)
+        if isinstance(decay, torch.nn.Module):
+            raise TypeError(
+                f"decay must be a number in [0, 1), or a function, got {describe(decay)}; write ModelEMA(decay=0.999)"
+                ".attach(trainer), which averages the trainer's model"
+            )
         self.decay = decay if callable(decay) else _checked_decay(decay)
         if not isinstance(warm_up, bool):
             raise TypeError(f"warm_up must be True or False, got {describe(warm_up)}")

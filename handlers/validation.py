@@ -11,6 +11,7 @@ from ignite.engine import Engine, Events, RemovableEventHandle
 
 from ignite_train.arguments import COUNT, NUMBER, TEXT, check_fields, describe, optional, positive_int
 from ignite_train.engine.dispatch import Attachable, Dispatcher, attached, is_of_library, stateful_handlers
+from ignite_train.engine.limits import checked_loader
 from ignite_train.evaluation.evaluator import Evaluator, kept_state
 from ignite_train.events import Event
 from ignite_train.kinds_of_handlers import Handler
@@ -76,6 +77,7 @@ class Validation(Handler):
                 "write Validation(evaluator, loader)"
             )
         self.evaluator, self.loader, self.score = evaluator, loader, score
+        checked_loader(loader)
         self.sanity = 0 if sanity == 0 else positive_int("sanity", sanity)
         self.mode = score_mode(score, mode, of="Validation")
         self._sign = 1.0 if self.mode == "min" else -1.0

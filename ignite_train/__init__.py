@@ -37,7 +37,7 @@ from ignite_train.model.model_summary import ModelSummary, model_summary
 from ignite_train.model.parameter_groups import parameter_groups
 from ignite_train.model.precision import PrecisionName
 from ignite_train.model.warm_up_schedule import WarmUpSchedule
-from ignite_train.other_words import refuse_import
+from ignite_train.other_words import answers_imports
 from ignite_train.ranks.messages import Piggyback
 from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.tools.tune import tune
@@ -124,7 +124,4 @@ __all__ = [
     "tune",
 ]
 
-
-def __getattr__(name: str) -> object:
-    """Answers a name of another library."""
-    raise refuse_import(__name__, "ignite_train.handlers", name)
+__getattr__ = answers_imports(__name__, "ignite_train.handlers")

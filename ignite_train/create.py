@@ -25,7 +25,7 @@ from ignite_train.data.grouping import AccumulationSteps, MicroBatchGrouping
 from ignite_train.device.to_device import transfer_to
 from ignite_train.events import TrainEvents
 from ignite_train.fast.choose import choose
-from ignite_train.forward import Forward, ForwardOutput, bind_forward
+from ignite_train.forward import Forward, ForwardOutput, bind_forward, names_model
 from ignite_train.model.gradients import Gradients, PartedGradients
 from ignite_train.model.learning_rates import LearningRates
 from ignite_train.model.loss_declaration import without_first_look
@@ -335,10 +335,7 @@ def create_supervised_trainer(
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic must be True or False, got {describe(deterministic)}")
     precision, loss_scaling = _of_ignite(amp_mode, scaler, precision, loss_scaling)
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be callable as loss_fn(y_pred, y), got {loss_fn!r}")
-    if isinstance(loss_fn, type):
-        raise TypeError(f"loss_fn must be a loss and not its class, got {loss_fn.__name__}; write {loss_fn.__name__}()")
+    _check_functions(loss_fn, device, prepare_batch=prepare_batch, model_transform=model_transform, model_fn=model_fn)
     is_sum = isinstance(loss_fn, nn.modules.loss._Loss) and loss_fn.reduction == "sum"
     last = None if output_transform is None else _LastMicroBatch(output_transform)
     is_prepared = prepare_batch is _prepare_batch and device is None  # then Ignite's function changes nothing
@@ -370,6 +367,28 @@ def create_supervised_trainer(
     if deterministic:
         _be_deterministic(trainer)
     return _refuse_other_than_pairs(trainer) if prepare_batch is _prepare_batch else trainer
+
+
+def _check_functions(loss_fn: Any, device: Any, **others: Any) -> None:
+    """Looks at the functions that a micro-batch goes through, and where it goes, before there is one."""
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be callable as loss_fn(y_pred, y), got {loss_fn!r}")
+    if isinstance(loss_fn, type):
+        raise TypeError(f"loss_fn must be a loss and not its class, got {loss_fn.__name__}; write {loss_fn.__name__}()")
+    if names_model(loss_fn):
+        raise TypeError(
+            f"loss_fn must be callable as loss_fn(y_pred, y), got {describe(loss_fn)}, whose first parameter is a model; write "
+            "create_trainer(model, optimizer, forward)"
+        )
+    for name, function in others.items():
+        if not callable(function):
+            raise TypeError(f"{name} must be a function, got {describe(function)}")
+    try:
+        torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"device must be a device of torch, such as 'cuda', got {describe(device)}; leave it out, and data follow the model"
+        ) from None
 
 
 def _of_ignite(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ignite.engine import Engine, Events
 
-from ignite_train.arguments import did_you_mean, directory_of, one_of, positive_int
+from ignite_train.arguments import describe, did_you_mean, directory_of, one_of, positive_int
 from ignite_train.engine.dispatch import attached
 from ignite_train.events import every as every_nth
 from ignite_train.other_words import answers_other_words
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Defaults", "attach_defaults"]
 
+_CALL = "attach_defaults(trainer, directory='runs/first')"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -107,8 +108,11 @@ def attach_defaults(
         "json_lines": lambda: JsonLines(directory / "metrics.jsonl"),
         "tensorboard": lambda: TensorBoard(directory / "tensorboard", config=config),
     }
-    if isinstance(leave_out, str):
-        raise TypeError(f"leave_out must be a sequence of names, got {leave_out!r}; pass ({leave_out!r},)")
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"trainer must be what create_trainer returned, got {describe(trainer)}; write {_CALL}")
+    if isinstance(leave_out, str) or not isinstance(leave_out, Collection):
+        remedy = f"; pass ({leave_out!r},)" if isinstance(leave_out, str) else ""
+        raise TypeError(f"leave_out must be a sequence of names, got {leave_out!r}{remedy}")
     for name in leave_out:
         if name not in made:
             raise ValueError(f"leave_out must have names among {', '.join(made)}, got {name!r}{did_you_mean(name, made)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ __all__ = [
     "as_forward_output",
     "bind_forward",
     "is_declared",
+    "names_model",
     "refuse_fraction",
 ]
 
@@ -107,6 +108,8 @@ Forward = BoundForward | Callable[[nn.Module, Any, Any], ForwardOutput | tuple[A
 a `ForwardOutput`, a plain tuple of its fields, or a scalar: a mean loss of weight 1. The second of a plain pair must be a whole
 number, since an accuracy or another loss may have been meant."""
 
+_NAMES_OF_TARGETS = {"target", "targets", "label", "labels", "y_true"}
+_NAMES_OF_ENGINES = {"engine", "trainer"}
 _NAMES_OF_MODELS = {"model", "module", "net", "network"}
 _CALLS = "forward(model, micro_batch) or forward(model, micro_batch, state)"
 
@@ -126,10 +129,10 @@ def bind_forward(forward: Callable[..., Any], get_state: Callable[[], Any]) -> B
     Raises:
         TypeError: it is not callable, or takes other arguments.
     """
-    if not callable(forward):
+    if not callable(forward) or isinstance(forward, type):
         raise TypeError(f"forward must be callable as {_CALLS}, got {describe(forward)}")
-    try:
-        signature = inspect.signature(forward)
+    try:  # a module's own call takes anything
+        signature = inspect.signature(forward.forward if isinstance(forward, nn.Module) else forward)
     except ValueError:  # some functions that are not written in Python have none
         return forward
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -140,6 +143,7 @@ def bind_forward(forward: Callable[..., Any], get_state: Callable[[], Any]) -> B
         raise TypeError(f"forward must be callable as {_CALLS}, got one with the parameters {signature!s:.80}") from None
     if len(required) > 1 and required[1].name in _NAMES_OF_MODELS and required[0].name not in _NAMES_OF_MODELS:
         raise TypeError(f"forward must be callable as {_CALLS}, got the parameters {signature!s:.80}; put the model first")
+    _refuse_other_functions(forward, signature, [one.name for one in required])
     if len(required) < 3:
         return forward
 
@@ -148,6 +152,33 @@ def bind_forward(forward: Callable[..., Any], get_state: Callable[[], Any]) -> B
         return forward(model, micro_batch, get_state())
 
     return bound
+
+
+def names_model(function: Callable[..., Any]) -> bool:
+    """Whether the first parameter of `function` has the name of a model."""
+    try:
+        return next(iter(inspect.signature(function).parameters), "") in _NAMES_OF_MODELS
+    except ValueError:  # some functions that are not written in Python have no signature
+        return False
+
+
+def _refuse_other_functions(forward: Any, signature: inspect.Signature, names: Sequence[str]) -> None:
+    """Refuses a loss, a model, and the functions that other libraries call instead.
+
+    Raises:
+        TypeError: it is one of these, by the kind of the object or the names of its parameters.
+    """
+    got = f"forward must be callable as {_CALLS}, got the parameters {signature!s:.80}"
+    second = names[1] if len(names) > 1 else ""
+    if second in _NAMES_OF_TARGETS:
+        raise TypeError(
+            f"{got} of a loss; write create_supervised_trainer(model, optimizer, loss_fn), or a forward that calls it"
+        )
+    takes_more = any(one.kind is one.VAR_POSITIONAL for one in signature.parameters.values())  # as a wrapper does
+    if isinstance(forward, nn.Module) and len(names) < 2 and not takes_more:
+        raise TypeError(f"{got} of a module; write a function that calls the model and returns the loss")
+    if second == "batch_idx" or (second and names[0] in _NAMES_OF_ENGINES):
+        raise TypeError(f"{got}; write one whose first argument is the model and whose second is the micro-batch")
 
 
 def is_declared(output: ForwardOutput) -> bool:

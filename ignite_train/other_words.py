@@ -10,7 +10,15 @@ from typing import Any, TypeVar
 
 from ignite_train.arguments import did_you_mean
 
-__all__ = ["OTHER_WORDS", "answers_other_words", "refuse_arguments", "refuse_attribute", "refuse_import"]
+__all__ = [
+    "OTHER_WORDS",
+    "answers_imports",
+    "answers_other_words",
+    "answers_value",
+    "made_by",
+    "refuse_arguments",
+    "refuse_attribute",
+]
 
 _SCORE = "score='accuracy', the name of one of the evaluator's metrics"
 _RUN = "trainer.run(loader, max_epochs=3)"
@@ -18,6 +26,7 @@ _VALIDATE = "Validation(evaluator, loader).attach(trainer), with evaluator = cre
 _SAVE = "Checkpoint('runs/first').attach(trainer) of ignite_train.handlers, which saves the run and resumes it"
 _EVERY = "an event in attach: attach(trainer, Events.ITERATION_COMPLETED(every=50))"
 _SCHEDULE = "LearningRateSchedule(scheduler).attach(trainer), with a scheduler of torch, whose steps are updates"
+_EMA = "ModelEMA(decay=0.999).attach(trainer), which averages the trainer's model"
 _HANDLERS = "MyHandler(...).attach(trainer) for each of them, or @trainer.on(Events.EPOCH_COMPLETED) for a function"
 
 OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
@@ -80,7 +89,11 @@ OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
         "nothing: the end of a run is always saved": "save_last save_on_train_end",
     },
     "EarlyStopping": {"EarlyStopping(evaluator, 'accuracy', patience=3).attach(trainer)": "() score_function trainer"},
-    "ModelEMA": {"decay=0.999, the part of the average that stays": "momentum beta alpha"},
+    "ModelEMA": {
+        "decay=0.999, the part of the average that stays": "momentum beta alpha",
+        _EMA: "() model",
+    },
+    "attach_defaults": {"attach_defaults(trainer, directory='runs/first')": "()"},
     "TimeLimit": {"TimeLimit(3600), in seconds": "hours minutes duration max_time"},
     "TensorBoard": {"log_dir='runs/first', the first argument": "directory save_dir path logdir"},
     # Attributes.
@@ -118,7 +131,13 @@ OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
     },
     # Names to import, from either module.
     "import": {
-        _SAVE: "ModelCheckpoint Checkpointer DiskSaver",
+        _SAVE: "ModelCheckpoint Checkpointer DiskSaver save save_checkpoint save_model save_state save_pretrained",
+        "trainer.run(loader), which continues a run that has a Checkpoint, or load_weights(model, directory) of "
+        "ignite_train.checkpoint for the weights alone": (
+            "load load_checkpoint load_model load_state load_state_dict from_pretrained load_from_checkpoint"
+        ),
+        "trainer.run(loader), which takes a DataLoader of torch": "LightningDataModule DataModule",
+        "from torch.utils.data import DataLoader": "DataLoader",
         "from ignite_train.handlers import ProgressLog": "ProgressBar TQDMProgressBar RichProgressBar",
         "nothing: a loss or gradient that is not finite raises NonFiniteError by itself": "TerminateOnNan",
         _SCHEDULE: "LRScheduler ParamScheduler LearningRateScheduler PiecewiseLinear LearningRateMonitor",
@@ -134,6 +153,19 @@ OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
         "from ignite.metrics import Accuracy, whose metrics are attached to an evaluator": "Accuracy Loss Precision Recall",
         "deterministic(seed) of ignite_train, or create_trainer(..., seed=0)": "seed_everything set_seed manual_seed",
         "create_trainer(model, optimizer, forward)": "TrainingArguments LightningModule Accelerator",
+    },
+    # Values of one argument.
+    "precision": {
+        "'bf16'": "bf16-mixed torch.bfloat16 mixed amp",
+        "'bf16', since fp8 is not supported": "fp8 float8",
+        "'fp16'": "16-mixed fp16-mixed 16 torch.float16 torch.half half float16",
+        "'fp32'": "32 32-true torch.float32 torch.float float float32 full no None False",
+        "'fp32' and model.to(torch.bfloat16), since 'fp32' computes in the dtypes of the model": "bf16-true",
+        "'fp16' and keep the weights in float32": "16-true",
+        "'fp32' and model.double(), since 'fp32' computes in the dtypes of the model": (
+            "64 64-true double torch.float64 torch.double float64"
+        ),
+        "'bf16' or 'fp16'": "True",
     },
 }
 """By place, the remedies and the words that each of them answers. `"*"` answers all others."""
@@ -198,20 +230,53 @@ def refuse_attribute(owner: object, name: str) -> AttributeError:
     return AttributeError(f"{kind!r} object has no attribute {name!r}{hint}", name=name, obj=owner)
 
 
-def refuse_import(module: str, other: str, name: str) -> ImportError | AttributeError:
-    """The error for a name that a module of ours does not have.
+def answers_imports(module: str, *others: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a module of ours: answers names that it does not have.
 
     Args:
         module: its name.
-        other: the name of the module in which it may be.
-        name: what was asked for.
+        others: the modules in which a name may be instead.
     """
-    remedy = _remedy("import", name)
-    if remedy is None and not name.startswith("_") and name[:1].isupper() and name in import_module(other).__all__:
-        remedy = f"from {other} import {name}"
-    if remedy is None:
-        return AttributeError(f"module {module!r} has no attribute {name!r}")
-    return ImportError(f"{module} has no {name!r}; write {remedy}", name=module)
+
+    def answer(name: str) -> Any:
+        remedy = None if name.startswith("_") else _remedy("import", name)
+        if remedy is None and name[:1].isupper():  # names of submodules, which are looked for here first, are not
+            found = (f"from {other} import {name}" for other in others if name in import_module(other).__all__)
+            remedy = next(found, None)
+        if remedy is None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        raise ImportError(f"{module} has no {name!r}; write {remedy}", name=module)
+
+    return answer
+
+
+def answers_value(name: str, value: Any) -> str:
+    """`"; write precision='bf16'"` for a value of the argument `name` that another library has, and `""` for others."""
+    remedy = _remedy(name, str(value))
+    return f"; write {name}={remedy}" if remedy else ""
+
+
+def made_by(remedy: str) -> Callable[[_Given], _Given]:
+    """Makes the `__init__` of a class that users do not call say what they call instead.
+
+    Args:
+        remedy: the call that makes an object of the class.
+    """
+
+    def decorate(init: _Given) -> _Given:
+        signature = inspect.signature(init)
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **named: Any) -> None:
+            try:
+                signature.bind(self, *args, **named)
+            except TypeError as error:
+                raise TypeError(f"{type(self).__name__} must not be called by itself ({error}); write {remedy}") from None
+            init(self, *args, **named)
+
+        return checked  # type: ignore[return-value]
+
+    return decorate
 
 
 def _remedy(place: str, word: str) -> str | None:

@@ -32,7 +32,7 @@ from ignite_train.forward import Forward, ForwardOutput
 from ignite_train.metrics import single_metrics
 from ignite_train.model.optimizers import parts_as_optimizers
 from ignite_train.model.precision import refuse_cached_autocast
-from ignite_train.other_words import refuse_arguments, refuse_attribute
+from ignite_train.other_words import made_by, refuse_arguments, refuse_attribute
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback, RankRequests
 from ignite_train.state import TrainState, UpdateOutput
@@ -41,6 +41,7 @@ __all__ = ["DefaultHandler", "Moments", "OutputTransform", "Process", "Replicas"
 
 _COUNTERS = ("iteration", "num_steps", "num_skipped", "num_micro_batches")
 _ARGUMENTS_OF_RUN = ("data", "max_epochs", "max_iters", "epoch_length", "resume")
+_MADE = "create_trainer(model, optimizer, forward)"
 _LIMITS = ("epoch_length", "max_epochs", "max_iters")
 _STEP_COMPLETED, _GRADIENTS_REDUCED = TrainEvents.STEP_COMPLETED, TrainEvents.GRADIENTS_REDUCED
 
@@ -144,6 +145,7 @@ class Trainer(Loop):
     state: TrainState
     process: Process
 
+    @made_by(_MADE)
     def __init__(
         self,
         update: Process,
@@ -153,6 +155,8 @@ class Trainer(Loop):
         state: TrainState | None = None,
         output_transform: OutputTransform | None = None,
     ) -> None:
+        if not isinstance(grouping, MicroBatchGrouping):
+            raise TypeError(f"Trainer must not be called by itself, got {describe(update)} first; write {_MADE}")
         super().__init__(update)
         self.state = TrainState() if state is None else state
         this = weakref.proxy(self)

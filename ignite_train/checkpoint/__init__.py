@@ -23,6 +23,7 @@ Example:
 """
 
 from ignite_train.checkpoint.read_checkpoint import CheckpointInfo, Found, GroupInfo, best, find, read_checkpoint
+from ignite_train.other_words import answers_imports
 from ignite_train.tools.average_checkpoints import average_checkpoints
 from ignite_train.tools.consolidate import consolidate
 from ignite_train.tools.inspection import latest, verify
@@ -41,3 +42,5 @@ __all__ = [
     "read_checkpoint",
     "verify",
 ]
+
+__getattr__ = answers_imports(__name__, "ignite_train.handlers", "ignite_train")

@@ -292,8 +292,13 @@ def checked_objects(to_save: Mapping[str, Any]) -> dict[str, Stateful]:
 
     Raises:
         ValueError: a name is not a string, or contains `[`, or is one that an object of a trainer among them will have.
-        TypeError: an object has no `state_dict` or no `load_state_dict`.
+        TypeError: `to_save` is not a mapping, or an object has no `state_dict` or no `load_state_dict`.
     """
+    if not isinstance(to_save, Mapping):
+        raise TypeError(
+            f"to_save must be a mapping of names to objects with a state_dict, got {describe(to_save)}; the model, its "
+            "optimizer and handlers are saved without it"
+        )
     for name, entry in to_save.items():
         if not isinstance(name, str) or "[" in name:
             raise ValueError(

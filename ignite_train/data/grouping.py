@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ignite_train.arguments import one_of, positive_int
+from ignite_train.arguments import describe, one_of, positive_int
 from ignite_train.data.dealing import Dealing
 from ignite_train.data.description import length_of
 from ignite_train.data.micro_batch_pass import GroupSizes, MicroBatchPass, PassRules, Uneven, count_updates
@@ -81,8 +81,11 @@ class MicroBatchGrouping:
             )
         self._steps = accumulation_steps
         self._synchronised_norm = synchronised_norm if uneven == "all" else None
-        if isinstance(accumulation_steps, bytes):
-            positive_int("accumulation_steps", accumulation_steps)
+        if isinstance(accumulation_steps, (str, bytes, Mapping)):
+            raise TypeError(
+                "accumulation_steps must be a positive integer, a list of one for each epoch, or a function of the number of "
+                f"the update, got {describe(accumulation_steps)}"
+            )
         if isinstance(accumulation_steps, Sequence):
             if not accumulation_steps:
                 raise ValueError("accumulation_steps must have an entry for the first epoch, got an empty sequence")

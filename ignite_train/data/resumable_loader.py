@@ -96,6 +96,11 @@ class ResumableLoader(DataLoader[Any]):
         mesh: DeviceMesh | None = None,
         **options: Any,
     ) -> None:
+        if isinstance(dataset, DataLoader):
+            raise TypeError(
+                f"dataset must be a dataset, got a {type(dataset).__name__}; write ResumableLoader(loader.dataset, batch_size, "
+                "shuffle=True)"
+            )
         refused = sorted({"sampler", "batch_sampler", "generator", "worker_init_fn"} & options.keys())
         if not options.get("in_order", True):  # the place in the order would not say which samples are done
             refused.append("in_order")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from ignite_train.arguments import describe, positive_int
 from ignite_train.state import TrainState
 
@@ -15,10 +17,15 @@ def checked_loader(data: Any) -> Iterable[Any]:
     """The data of a run.
 
     Raises:
-        TypeError: it cannot be iterated, or is a mapping or text.
+        TypeError: it cannot be iterated, or is a mapping, text or several loaders.
     """
     if not isinstance(data, Iterable) or isinstance(data, (str, bytes, Mapping)):
         raise TypeError(f"data must be a loader of micro-batches, got {describe(data)}")
+    if isinstance(data, (list, tuple)) and any(isinstance(one, DataLoader) for one in data):
+        raise TypeError(
+            f"data must be one loader of micro-batches, got a {type(data).__name__} of {len(data)} loaders; for training pass "
+            "one of them, for evaluation attach a Validation for each"
+        )
     return data
 
 

@@ -32,7 +32,7 @@ from ignite_train.forward import TERM, BoundForward, Forward, ForwardOutput, as_
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.loss_declaration import FirstForward, check_declaration
 from ignite_train.model.precision import Precision, PrecisionName
-from ignite_train.other_words import answers_other_words
+from ignite_train.other_words import answers_other_words, made_by
 from ignite_train.ranks import collectives
 from ignite_train.ranks.data_ranks import checked_data_dims
 from ignite_train.ranks.messages import RankRequests
@@ -59,6 +59,7 @@ class Evaluator(Loop):
 
     state: EvaluatorState
 
+    @made_by("create_evaluator(model, forward)")
     def __init__(
         self,
         model: nn.Module,

@@ -65,7 +65,10 @@ def _counted(init: Callable[..., None]) -> Callable[..., None]:
 
 def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(attach)
-    def checked(self: Handler, trainer: Any, *arguments: Any, **named: Any) -> Any:
+    def checked(self: Any, trainer: Any = None, *arguments: Any, **named: Any) -> Any:
+        if not isinstance(self, Handler):
+            kind = attach.__qualname__.removesuffix(".attach")
+            raise TypeError(f"attach must be called on a handler, got the class {kind}; write {kind}(...).attach(trainer)")
         name = type(self).__name__
         self.unattached.pop(self._number, None)
         _check_trainer(name, trainer)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import describe
 
@@ -243,7 +244,10 @@ def as_optimizers(optimizer: Any) -> Optimizer | Optimizers:
         named = {str(index): one for index, one in enumerate(optimizer)}
         labels = {name: f"optimizer[{name}]" for name in named}
     else:
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, or a list or a mapping of them, got {describe(optimizer)}")
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, or a list or a mapping of them, got {describe(optimizer)}"
+            f"{_instead_of(optimizer)}"
+        )
     if not named:
         raise ValueError("optimizer must hold at least one torch.optim.Optimizer, got none")
     for name, one in named.items():
@@ -253,10 +257,19 @@ def as_optimizers(optimizer: Any) -> Optimizer | Optimizers:
                 "own names"
             )
         if not isinstance(one, Optimizer):
-            raise TypeError(f"{labels[name]} must be a torch.optim.Optimizer, got {describe(one)}")
+            raise TypeError(f"{labels[name]} must be a torch.optim.Optimizer, got {describe(one)}{_instead_of(one)}")
     if len({id(one) for one in named.values()}) < len(named):
         raise ValueError("optimizer must hold each torch.optim.Optimizer once, got one of them twice")
     return Optimizers(named, labels)
+
+
+def _instead_of(value: Any) -> str:
+    """What to write for something that is often passed in place of an optimizer."""
+    if isinstance(value, LRScheduler):
+        return "; attach it: LearningRateSchedule(scheduler).attach(trainer)"
+    if isinstance(value, type) and issubclass(value, Optimizer):
+        return f"; write {value.__name__}(model.parameters(), lr=...)"
+    return ""
 
 
 def optimizers_as_parts(optimizer: Optimizer | Optimizers) -> dict[str, Optimizer | InnerState]:

@@ -8,11 +8,13 @@ from typing import Any, Literal
 import torch
 
 from ignite_train.arguments import one_of
+from ignite_train.other_words import answers_value
 
 __all__ = ["Precision", "PrecisionName", "refuse_cached_autocast"]
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 
+_NAMES = ("fp32", "bf16", "fp16")
 _AS_IT_IS = nullcontext()
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -30,7 +32,10 @@ class Precision:
     """
 
     def __init__(self, name: PrecisionName, device: torch.device) -> None:
-        self.name = one_of("precision", name, ("fp32", "bf16", "fp16"))
+        hint = answers_value("precision", name)
+        if hint:
+            raise ValueError(f"precision must be one of {', '.join(map(repr, _NAMES))}, got {name!r}{hint}")
+        self.name = one_of("precision", name, _NAMES)
         self._device_type = device.type
         self._dtype = _AUTOCAST_DTYPES.get(name)
         if self._dtype is not None:

@@ -1,6 +1,6 @@
 """A calculator for a long run: how long it will take, how much of that is useful work, and how often to save.
 
-    python -m ignite_train.tools.plan --updates 100000 --compute 8 --ranks 64 --gradients 5e9 --bandwidth 20e9 --mtbf 2000
+    python -m ignite_train.plan --updates 100000 --compute 8 --ranks 64 --gradients 5e9 --bandwidth 20e9 --mtbf 2000
 
 docs/scaling.md has the formulas and where the numbers come from.
 """
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-__all__ = ["Plan", "Run", "expected_seconds", "plan", "save_interval"]
+__all__ = ["Plan", "Run", "expected_seconds", "main", "plan", "save_interval"]
 
 
 @dataclass(frozen=True)
@@ -135,17 +136,15 @@ def plan(run: Run) -> Plan:
     return Plan(update, share / update, mtbf, interval, every, total, work / total)
 
 
-def _main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m ignite_train.tools.plan", description=(__doc__ or "").split("\n\n")[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the plan that the arguments of the command line describe, and gives the code to exit with."""
+    parser = argparse.ArgumentParser(prog="python -m ignite_train.plan", description=(__doc__ or "").split("\n\n")[0])
     for field in fields(Run):
         kind, is_needed = int if field.type == "int" else float, field.name in ("updates", "compute")
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, required=is_needed)
-    given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
+    given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     try:
         print(plan(Run(**given)))  # noqa: T201  # it is a command
     except ValueError as error:
         parser.error(str(error))
-
-
-if __name__ == "__main__":
-    _main()
+    return 0

@@ -27,6 +27,7 @@ ModelOptions = bool | Mapping[str, Any]
 """The same without whole updates."""
 
 WHOLE = "update"
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 def of_model(options: Compile, model: nn.Module) -> ModelOptions:
@@ -39,7 +40,10 @@ def of_model(options: Compile, model: nn.Module) -> ModelOptions:
         ValueError: `"update"` among them is not True.
     """
     if not isinstance(options, (bool, Mapping)) and options != WHOLE:
-        raise TypeError(f"compile must be a bool or a mapping of torch.compile's options, or 'update', got {describe(options)}")
+        hint = f"; write compile={{'mode': {options!r}}}" if options in _MODES else ""
+        raise TypeError(
+            f"compile must be a bool or a mapping of torch.compile's options, or 'update', got {describe(options)}{hint}"
+        )
     whole = options == WHOLE or (isinstance(options, Mapping) and WHOLE in options)
     if whole and isinstance(options, Mapping) and options[WHOLE] is not True:
         raise ValueError(f"compile['update'] must be True, got {options[WHOLE]!r}; leave it out to compile the model alone")

@@ -37,10 +37,12 @@ from ignite_train import (
     create_evaluator,
     create_trainer,
 )
-from ignite_train.checkpoint import average_checkpoints, load_weights
+from ignite_train.checkpoint import average_checkpoints, latest, load_weights, read_checkpoint
 from ignite_train.checkpoint.read_checkpoint import find
 from ignite_train.handlers import (
     Checkpoint,
+    Csv,
+    HangWatch,
     JsonLines,
     LearningRateSchedule,
     Profiler,
@@ -131,6 +133,11 @@ def test_a_path_may_begin_with_the_home_directory(tmp_path: Path, monkeypatch: p
     load_weights(model, "~/run")
     average_checkpoints([f"~/run/{find('~/run')[0].path.name}"])
     assert read_curves("~/logs/metrics.jsonl")
+    newest = f"~/run/{find('~/run')[0].path.name}"
+    assert read_checkpoint(newest).path == latest("~/run") == Path(newest).expanduser()
+    assert Csv("~/logs/a.csv").path == JsonLines("~/logs/a.csv").path == tmp_path / "logs" / "a.csv"
+    assert TensorBoard("~/board").log_dir == tmp_path / "board"
+    assert HangWatch(heartbeat="~/beat").heartbeat == tmp_path / "beat"
     again, _ = make()
     again.run(LOADER, max_epochs=1)
     Checkpoint("other").attach(again)

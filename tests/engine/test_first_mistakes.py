@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -710,6 +711,223 @@ WORDS += [
         "score='loss' needs an evaluator; pass attach(trainer, evaluator=...)",
     ),
 ]
+
+PARTS = (nn.Linear(3, 2), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), loss_of)
+LOADER = DataLoader(TensorDataset(torch.ones(8, 3)), batch_size=4)
+LINEAR = "Linear(in_features=3, out_features=2, bias=True) of type Linear"
+CREATE = "write create_trainer(model, optimizer, forward)"
+EMA = "write ModelEMA(decay=0.999).attach(trainer), which averages the trainer's model"
+OF_LOSS = "of a loss; write create_supervised_trainer(model, optimizer, loss_fn), or a forward that calls it"
+MODEL_FIRST = "; write one whose first argument is the model and whose second is the micro-batch"
+LOAD = (
+    "write trainer.run(loader), which continues a run that has a Checkpoint, or load_weights(model, directory) of "
+    "ignite_train.checkpoint for the weights alone"
+)
+ALONE = "must not be called by itself"
+OPTIMIZER = "optimizer must be a torch.optim.Optimizer, or a list or a mapping of them"
+SCHEDULE = "attach it: LearningRateSchedule(scheduler).attach(trainer)"
+STEPS = "accumulation_steps must be a positive integer, a list of one for each epoch, or a function of the number of the update"
+TO_SAVE = "to_save must be a mapping of names to objects with a state_dict"
+DEFAULTS = "attach_defaults(trainer, directory='runs/first')"
+PRECISIONS = {
+    "16-mixed": "'fp16'",
+    "fp16-mixed": "'fp16'",
+    "bf16-mixed": "'bf16'",
+    16: "'fp16'",
+    torch.float16: "'fp16'",
+    torch.bfloat16: "'bf16'",
+    torch.float32: "'fp32'",
+    "no": "'fp32'",
+    None: "'fp32'",
+    "fp8": "'bf16', since fp8 is not supported",
+    "bf16-true": "'fp32' and model.to(torch.bfloat16), since 'fp32' computes in the dtypes of the model",
+}
+FROM_CHECKPOINT = {
+    "Checkpoint": "write from ignite_train.handlers import Checkpoint",
+    "ResumableLoader": "write from ignite_train import ResumableLoader",
+    "save_checkpoint": SAVE,
+    "load_checkpoint": LOAD,
+    "ModelCheckpoint": SAVE,
+}
+WORDS += [
+    (
+        lambda p=p: make(summed, precision=p),
+        ValueError,
+        f"precision must be one of 'fp32', 'bf16', 'fp16', got {p!r}; write precision={says}",
+    )
+    for p, says in PRECISIONS.items()
+]
+WORDS += [
+    (imports(f"from ignite_train.checkpoint import {n}"), ImportError, f"ignite_train.checkpoint has no '{n}'; {says}")
+    for n, says in FROM_CHECKPOINT.items()
+]
+
+
+class Focal(nn.Module):
+    """A loss of a user, as they are written for other libraries."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(logits, targets)
+
+
+class TakesAnything(nn.Module):
+    """As the models of Hugging Face: all arguments have defaults."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None) -> Tensor:
+        raise NotImplementedError
+
+
+# What somebody passes who comes from Ignite, Lightning, Accelerate or Hugging Face.
+WORDS += [
+    (lambda: Trainer(*PARTS), TypeError, f"Trainer {ALONE}, got {LINEAR} first; {CREATE}"),
+    (
+        lambda: Trainer(max_epochs=3),
+        TypeError,
+        f"Trainer {ALONE} (missing a required argument: 'update'); {CREATE}",
+    ),
+    (
+        lambda: ignite_train.Evaluator(PARTS[0], loss_of),
+        TypeError,
+        f"Evaluator {ALONE} (missing a required argument: 'precision'); write create_evaluator(model, forward)",
+    ),
+    (lambda: ModelEMA(PARTS[0]), TypeError, f"decay must be a number in [0, 1), or a function, got {LINEAR}; {EMA}"),
+    (lambda: ModelEMA(PARTS[0], 0.9), TypeError, f"ModelEMA takes (decay) without names, got 2 values; {EMA}"),
+    (
+        lambda: make(nn.CrossEntropyLoss()),
+        TypeError,
+        f"{CALLS}, got the parameters (input: torch.Tensor, target: torch.Tensor) -> torch.Tensor {OF_LOSS}",
+    ),
+    (
+        lambda: make(Focal()),
+        TypeError,
+        f"{CALLS}, got the parameters (logits: 'Tensor', targets: 'Tensor') -> 'Tensor' {OF_LOSS}",
+    ),
+    (
+        lambda: make(nn.CrossEntropyLoss),
+        TypeError,
+        f"{CALLS}, got <class 'torch.nn.modules.loss.CrossEntropyLoss'> of type type",
+    ),
+    (
+        lambda: make(PARTS[0]),
+        TypeError,
+        f"{CALLS}, got one with the parameters (input: torch.Tensor) -> torch.Tensor",
+    ),
+    (
+        lambda: make(TakesAnything()),
+        TypeError,
+        f"{CALLS}, got the parameters (input_ids: 'Any' = None, labels: 'Any' = None) -> 'Tensor' of a module; write a "
+        "function that calls the model and returns the loss",
+    ),
+    (lambda: make(lambda batch, batch_idx: 0), TypeError, f"{CALLS}, got the parameters (batch, batch_idx){MODEL_FIRST}"),
+    (lambda: make(lambda engine, batch: 0), TypeError, f"{CALLS}, got the parameters (engine, batch){MODEL_FIRST}"),
+    (
+        lambda: ResumableLoader(LOADER, batch_size=4, shuffle=True),
+        TypeError,
+        "dataset must be a dataset, got a DataLoader; write ResumableLoader(loader.dataset, batch_size, shuffle=True)",
+    ),
+    (
+        lambda: make(summed)[2].run((LOADER, LOADER)),
+        TypeError,
+        "data must be one loader of micro-batches, got a tuple of 2 loaders; for training pass one of them, for evaluation "
+        "attach a Validation for each",
+    ),
+    (
+        lambda: Validation(evaluator(), [LOADER, LOADER]),
+        TypeError,
+        "data must be one loader of micro-batches, got a list of 2 loaders; for training pass one of them, for evaluation "
+        "attach a Validation for each",
+    ),
+    (
+        lambda: Validation(evaluator(), None),
+        TypeError,
+        "data must be a loader of micro-batches, got None of type NoneType",
+    ),
+    (
+        lambda: make(summed, optimizer=lambda *_, **__: torch.optim.SGD),
+        TypeError,
+        f"{OPTIMIZER}, got <class 'torch.optim.sgd.SGD'> of type type; write SGD(model.parameters(), lr=...)",
+    ),
+    (lambda: make(summed, accumulation_steps="4"), TypeError, f"{STEPS}, got '4' of type str"),
+    (lambda: make(summed, accumulation_steps={0: 4, 5: 2}), TypeError, f"{STEPS}, got {{0: 4, 5: 2}} of type dict"),
+    (
+        lambda: make(summed, compile="reduce-overhead"),
+        TypeError,
+        "compile must be a bool or a mapping of torch.compile's options, or 'update', got 'reduce-overhead' of type str; write "
+        "compile={'mode': 'reduce-overhead'}",
+    ),
+    (
+        lambda: supervised(loss_of),
+        TypeError,
+        f"loss_fn must be callable as loss_fn(y_pred, y), got {loss_of!r:.60} of type function, whose first parameter is a "
+        "model; write create_trainer(model, optimizer, forward)",
+    ),
+    (
+        lambda: supervised(cross_entropy, model_transform="logits"),
+        TypeError,
+        "model_transform must be a function, got 'logits' of type str",
+    ),
+    (
+        lambda: supervised(cross_entropy, device="gpu"),
+        ValueError,
+        "device must be a device of torch, such as 'cuda', got 'gpu' of type str; leave it out, and data follow the model",
+    ),
+    (
+        lambda: Checkpoint("runs", to_save=PARTS[0]),
+        TypeError,
+        f"{TO_SAVE}, got {LINEAR}; the model, its optimizer and handlers are saved without it",
+    ),
+    (
+        lambda: Checkpoint("runs", keep_best=3),
+        ValueError,
+        "keep_best must be left out without a score, got 3; write score='loss', say, beside it",
+    ),
+    (
+        lambda: Checkpoint("runs", mode="min"),
+        ValueError,
+        "mode must be left out without a score, got 'min'; write score='loss', say, beside it",
+    ),
+    (
+        lambda: attach_defaults("runs", directory="runs"),
+        TypeError,
+        f"trainer must be what create_trainer returned, got 'runs' of type str; write {DEFAULTS}",
+    ),
+    (
+        lambda: attach_defaults(make(summed)[2], "runs"),
+        TypeError,
+        f"attach_defaults takes (trainer) without names, got 2 values; write {DEFAULTS}",
+    ),
+    (
+        lambda: attach_defaults(make(summed)[2], directory="runs", leave_out=None),
+        TypeError,
+        "leave_out must be a sequence of names, got None",
+    ),
+    (
+        lambda: ProgressLog.attach(make(summed)[2]),
+        TypeError,
+        "attach must be called on a handler, got the class ProgressLog; write ProgressLog(...).attach(trainer)",
+    ),
+]
+
+
+def test_a_scheduler_is_no_optimizer() -> None:
+    """Lightning's `configure_optimizers` returns both."""
+    scheduler = torch.optim.lr_scheduler.StepLR(PARTS[1], 1)
+    for given, name in ((scheduler, OPTIMIZER), ((PARTS[1], scheduler), r"optimizer\[1\] must be a torch.optim.Optimizer")):
+        says = rf"^{name}, got .* of type StepLR; {re.escape(SCHEDULE)}$"
+        assert_one_line((TypeError, says, lambda given=given: create_trainer(PARTS[0], given, loss_of)))
+
+
+class Objective(nn.Module):
+    """A loss with weights of its own, and with the model as an argument."""
+
+    def forward(self, model: nn.Module, batch: Batch, state: Any) -> Tensor:
+        assert state.iteration >= 0
+        return loss_of(model, batch)
+
+
+def test_a_module_may_be_the_forward() -> None:
+    """If it takes the model and a micro-batch; a third parameter is the state, as in a function."""
+    assert make(Objective())[2].run(DATA).num_steps == 2
 
 
 @pytest.mark.parametrize(("mistake", "error", "line"), WORDS, ids=[line[:60] for _, _, line in WORDS])

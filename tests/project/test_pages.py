@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ignite_train import ForwardOutput, create_trainer
-from ignite_train.tools.plan import Run, plan
+from ignite_train.plan import Run, plan
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ignite_train.tools.plan import Run, expected_seconds, plan, save_interval
+from ignite_train.plan import Run, expected_seconds, plan, save_interval
 
 ROOT = Path(__file__).parents[2]
 PAGE, SIMULATION = ROOT / "docs/scaling.md", ROOT / "benchmarks/goodput.py"
