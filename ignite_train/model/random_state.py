@@ -108,11 +108,10 @@ class RandomState:
         alike = map(_are_alike, map(get_generator_state, self._generators), self._states)
         return [*compress(self._generators, map(not_, alike))]
 
-    def moved_since(self, earlier: RandomState) -> list[Generator]:
-        """Those of `generators` that both hold, and that have been drawn from between the two."""
-        before = {id(generator): state for generator, state in zip(earlier._generators, earlier._states, strict=True)}
-        now = zip(self._generators[1:], self._states[1:], strict=True)  # torch's own is always held
-        return [one for one, state in now if id(one) in before and not _are_alike(state, before[id(one)])]
+    def others(self) -> dict[int, tuple[Generator, Any]]:
+        """The generators besides torch's, with their states, by their ids."""
+        found = zip(self._generators[1:], self._states[1:], strict=True)  # torch's own is always the first
+        return {id(generator): (generator, state) for generator, state in found}
 
 
 class Draws:
@@ -132,7 +131,8 @@ class Draws:
     def __init__(self, find: Callable[[], tuple[Sequence[torch.device], Sequence[Generator]]]) -> None:
         self._find, self.may_happen = find, True
         self.state: RandomState | None = None
-        self._latest_look: RandomState | None = None
+        # By the latest look; without torch's own, whose state is a copy and would be held twice.
+        self._seen: dict[int, tuple[Generator, Any]] = {}
         self._num_marks = 0
         self._devices: Sequence[torch.device] = ()
         self._drawn: list[Generator] = []  # those that were seen to move
@@ -155,10 +155,12 @@ class Draws:
 
     def _look(self) -> None:
         self._devices, generators = self._find()
-        before, self.state = self._latest_look, RandomState(self._devices, generators)
-        if before is not None:
-            self._drawn = [*{id(one): one for one in (*self._drawn, *self.state.moved_since(before))}.values()]
-        self._latest_look = self.state
+        self.state = RandomState(self._devices, generators)
+        before, self._seen = self._seen, self.state.others()
+        moved = {
+            key: one for key, (one, state) in self._seen.items() if key in before and not _are_alike(state, before[key][1])
+        }
+        self._drawn = [*({id(one): one for one in self._drawn} | moved).values()]
 
 
 def capture_random_state(*, accelerators: bool = True) -> dict[str, Any]:
