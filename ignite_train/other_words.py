@@ -158,7 +158,7 @@ OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
     "precision": {
         "'bf16'": "bf16-mixed torch.bfloat16 mixed amp",
         "'bf16', since fp8 is not supported": "fp8 float8",
-        "'fp16'": "16-mixed fp16-mixed 16 torch.float16 torch.half half float16",
+        "'fp16'": "16-mixed fp16-mixed 16 torch.float16 torch.half half",
         "'fp32'": "32 32-true torch.float32 torch.float float float32 full no None False",
         "'fp32' and model.to(torch.bfloat16), since 'fp32' computes in the dtypes of the model": "bf16-true",
         "'fp16' and keep the weights in float32": "16-true",
