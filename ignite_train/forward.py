@@ -170,7 +170,7 @@ def _refuse_other_functions(forward: Any, signature: inspect.Signature, names: S
     """
     got = f"forward must be callable as {_CALLS}, got the parameters {signature!s:.80}"
     second = names[1] if len(names) > 1 else ""
-    if second in _NAMES_OF_TARGETS:
+    if second in _NAMES_OF_TARGETS and names[0] not in _NAMES_OF_MODELS:
         raise TypeError(
             f"{got} of a loss; write create_supervised_trainer(model, optimizer, loss_fn), or a forward that calls it"
         )
