@@ -78,7 +78,7 @@ class GradNormConsistency(PiggybackHandler):
 
     A norm travels with the statistics of the next update, so that the result is known one update later and costs no collective
     of its own; the last norm of a run takes one. The message names the parameters whose gradients differ in the update in
-    which the result is known, because the gradients of the compared update are gone. All ranks attach it alike. fairseq's
+    which the result is known, because the gradients of the compared update are gone. All ranks must attach it. fairseq's
     trainer has the same check (`_check_grad_norms`).
 
     Args:

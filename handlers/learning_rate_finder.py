@@ -31,7 +31,7 @@ class LearningRateFinder(FastaiLRFinder):
     - A loss that is not finite ends the search, and is not in the results; nor is an update that was skipped.
     - `save_plot` writes the curve as a picture, which takes no screen.
 
-    Random numbers, and the generators that the loader holds, are put back at the end. All ranks use it alike. The method is
+    Random numbers, and the generators that the loader holds, are put back at the end. All ranks must use it. The method is
     that of L. Smith (arXiv:1506.01186).
 
     Args:

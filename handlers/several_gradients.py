@@ -41,7 +41,7 @@ class SeveralGradients(Handler):
         combine: `combine(gradients)` gets the gradients by the names of the terms, in alphabetical order: vectors of shape
             (elements of all parameters that have a gradient,), in the dtype of the parameters. It returns one such vector, or
             None to keep the gradient of their sum. It must return the same on all ranks: random numbers are
-            to be drawn from a generator that is seeded alike, by `trainer.state.iteration` say.
+            to be drawn from a generator with the same seed, such as `trainer.state.iteration`.
         parameters: a module, or some of its parameters, where only their gradients are to be combined; the others keep the sum.
             None: all that the optimizer has.
 

@@ -200,7 +200,7 @@ class TrainingMetrics(Handler):
         self._sums, self._logs, self._log_weights = dict.fromkeys(_SUMS, 0.0), {}, {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums since the metrics were last published, and the time since training began."""
+        """The sums of the running interval, and the time since training began."""
         return {
             "sums": dict(self._sums),
             "logs": dict(self._logs),

@@ -61,7 +61,7 @@ def attach_defaults(
 
     Each of them can be attached alone instead, with settings of its own. Checkpoints and validation are not among them; a
     `Checkpoint` may write into the same directory, and its files are named in the table at the end of the run. All ranks
-    call this alike; rank 0 shows and writes.
+    must call this; rank 0 shows and writes.
 
     Args:
         trainer: the trainer.

@@ -275,8 +275,8 @@ class Trainer(Loop):
         It begins as `run` does: a `Checkpoint` restores the state, threads and files of handlers are opened, STARTED fires.
         It ends as `run` does: with TERMINATE or INTERRUPT after a request to stop, with COMPLETED, or with EXCEPTION_RAISED if
         an exception leaves the `with`; then all is closed. There are no epochs and no events of them. What the loop inside
-        reads is its own to find again after a resume; `state.iteration` says how many updates were done. All ranks open it
-        alike. Several trainers can have sessions at the same time, and one can `run` in the session of another.
+        reads is its own to find again after a resume; `state.iteration` says how many updates were done. All ranks must open
+        it. Several trainers can have sessions at the same time, and one can `run` in the session of another.
 
         Args:
             max_iters: how many updates the training has in all, for `state.max_iters` and what shows progress. None: the limit

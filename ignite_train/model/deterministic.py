@@ -21,9 +21,9 @@ _WORKSPACE, _FIXED_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 class deterministic:  # noqa: N801  # it is called as a function is
     """Seeds all generators and switches to deterministic algorithms; call it once, at the top of the script.
 
-    - Python's, NumPy's and torch's generators are seeded, on all devices and on all ranks alike, so that ranks build the same
-      model. If dropout or augmentation shall differ between the ranks, call `torch.manual_seed(seed + rank)` once the model
-      and the trainer are made.
+    - Python's, NumPy's and torch's generators are seeded on all devices, with the same seed on all ranks, so that ranks build
+      the same model. If dropout or augmentation shall differ between the ranks, call `torch.manual_seed(seed + rank)` once the
+      model and the trainer are made.
     - A DataLoader shuffles, and seeds its workers, with numbers that it draws from torch's generator: it gives the same
       samples in each run of the script. With a `ResumableLoader` they do not even depend on the number of workers.
     - torch uses deterministic algorithms only; an operation that has none raises an error, or with `warn_only` a warning.

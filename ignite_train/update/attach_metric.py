@@ -28,9 +28,9 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
 
     The metric sees the `outputs` of each micro-batch that had its effect: a micro-batch that ran out of memory and
     was dropped or halved, an update that was skipped, and an update that broke off and is repeated leave no trace. It is reset
-    when an epoch begins, published when it ends, and in every checkpoint; a run that resumes on another number of ranks starts
-    it from the beginning, and logs a warning. Collective at the end of an epoch: attach it alike on all ranks. Predictions are
-    those before the step, in training mode. They are held without their graphs until the end of the update, which costs their
+    when an epoch begins, computed when it ends, and in every checkpoint; a run that resumes on another number of ranks starts
+    it from the beginning, and logs a warning. Collective at the end of an epoch: attach it on all ranks. Predictions are
+    those before the step, in training mode. They are kept without their graphs until the end of the update, which costs their
     memory.
 
     Args:
@@ -40,7 +40,7 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
 
     Raises:
         TypeError: `trainer` is not a trainer, or `metric` is not a metric of Ignite.
-        ValueError: `name` is the name of a metric that handlers publish; or replicas come and go.
+        ValueError: `name` is the name of a metric of a handler; or replicas come and go.
 
     Example:
         >>> import torch

@@ -31,7 +31,7 @@ class KeptOutputs:
     def __call__(self, *, gathered: bool = False) -> list[Any]:
         """One entry for each micro-batch of this rank, or with `gathered` of all ranks, rank by rank and on the CPU.
 
-        A micro-batch that was halved to fit into memory has two. With `gathered` all ranks call it alike: it pickles the
+        A micro-batch that was halved to fit into memory has two. With `gathered` all ranks must call it: it pickles the
         outputs and sends them in a collective of its own, which waits for the device.
         """
         if not gathered:
@@ -59,8 +59,8 @@ class KeptOutputs:
 def keep_outputs(trainer: Trainer, *, asked_by: str = "keep_outputs") -> KeptOutputs:
     """Keeps what forward gives for single samples until the next update, for a loop that samples by it.
 
-    Prioritised replay, samplers that follow the loss and mining of hard examples read it between two updates. All ranks call it
-    alike. A replay buffer must know which samples they are: put the indices into the micro-batch and into `outputs`.
+    Prioritised replay, samplers that follow the loss and mining of hard examples read it between two updates. All ranks must
+    call it. A replay buffer must know which samples they are: put the indices into the micro-batch and into `outputs`.
 
     Args:
         trainer: whose `forward` returns `ForwardOutput(..., outputs=...)`.
