@@ -19,6 +19,7 @@ from ignite_train import ForwardOutput, ResumableLoader, UpdateOptions, create_t
 from ignite_train.handlers import Checkpoint
 from ignite_train.ranks.ddp import settle_bucket_order
 from ranks import run_ranks
+from tiers import nightly, slow
 
 WAYS = ("ddp", "static", "hooked", "explicit", "fsdp")
 
@@ -90,8 +91,7 @@ def compare(directory: Path) -> dict[str, bool]:
     return equal
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("world_size", [slow(3), nightly(4)])
 def test_resumed_run_ends_with_the_same_bits_on_three_or_more_ranks(tmp_path: Path, world_size: int) -> None:
     """DDP adds up in the order of its buckets, which would be another one at each start of a process."""
     for equal in run_ranks(compare, tmp_path, world_size=world_size):

@@ -142,7 +142,7 @@ def check_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_slurm_queues_a_job_again_whose_time_is_up(script: Path, undisturbed: Any, tmp_path: Path) -> None:
     """SIGUSR1 before the limit: the run saves and goes, the job is queued again, and ends with the bits of a run left alone."""
     done, found = submit(tmp_path / "job", script, signal.SIGUSR1, interrupted=True)

@@ -12,6 +12,7 @@ import pytest
 
 import steps
 from processes import DEADLINE_SECONDS
+from tiers import nightly, slow
 
 pytestmark = pytest.mark.skipif(not steps.PAGE.is_file(), reason="looks at a checkout, and here is none")
 
@@ -73,8 +74,7 @@ def test_each_step_runs(heading: str, tmp_path: Path) -> None:
     assert ("validation" in printed) == (heading != "The first run")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("heading", STEPS[6:])
+@pytest.mark.parametrize("heading", [slow(STEPS[6]), *map(nightly, STEPS[7:])])
 def test_two_processes_train_as_one_does(heading: str, tmp_path: Path) -> None:
     """The last lines of both runs have the same numbers, to the digits that are printed; a finished run has nothing to do."""
     script = steps.scripts()[heading]

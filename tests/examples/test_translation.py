@@ -305,7 +305,7 @@ def test_rates_and_groups_follow_their_rules(alone: tuple[str, Path]) -> None:
     assert lengths == [-(-batches // 4), -(-batches // 2)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_have_the_losses_of_one(alone: tuple[str, Path], tmp_path: Path) -> None:
     """Update by update; in each validation the loss, and the BLEU of the lines that are written, are those of one too."""
     printed, silent = run_ranks(train, tmp_path)

@@ -210,7 +210,7 @@ def rows(text: str, name: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(f"| {name} |")]
 
 
-@pytest.mark.parametrize("part", [nightly("tiny"), slow("optimizer"), slow("saving"), nightly("trace")])
+@pytest.mark.parametrize("part", [nightly("tiny"), nightly("optimizer"), slow("saving"), nightly("trace")])
 def test_the_dry_run_of_a_part(part: str, tmp_path: Path) -> None:
     """It runs to its end, and the section has figures of this library."""
     run("benchmarks/gpu.py", "--dry-run", "--part", part, "--into", str(tmp_path), "--minutes", "12")
