@@ -60,7 +60,7 @@ class Times:
 
 
 def replica(kind: str, directory: Path, updates: int, sleep_ms: float) -> None:
-    """What one process does."""
+    """Trains as one replica, and writes down when each update ended."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     times, model = Times(directory / f"{os.environ['REPLICA']}-{os.getpid()}"), make_model()
