@@ -168,6 +168,7 @@ def create_trainer(
         in_step=replays,
         carried=state.carried,
         data_dims=options.data_dims,
+        in_each=options.reduce_each_micro_batch,
     )
     gradients, stepper = _gradients_and_stepper(crossing.module, optimizers)
     passes = ForwardBackward(
