@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -208,11 +208,10 @@ PARTS, CASES_OF_PART = 20, 15
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_random_cases(four: Ranks, part: int, record_property: Callable[[str, object], None]) -> None:
+def test_random_cases(four: Ranks, part: int) -> None:
     """A layout, a mesh, a cut, a group size, an optimizer and a limit are drawn: 300 cases, each a function of its seed."""
-    worst = {seed: _difference(four, seed) for seed in range(part * CASES_OF_PART, (part + 1) * CASES_OF_PART)}
-    record_property("worst difference", max(worst.values()))
-    assert {seed: value for seed, value in worst.items() if not value < TOLERANCE} == {}
+    found = {seed: _difference(four, seed) for seed in range(part * CASES_OF_PART, (part + 1) * CASES_OF_PART)}
+    assert {seed: value for seed, value in found.items() if not value < TOLERANCE} == {}
 
 
 def _difference(four: Ranks, seed: int) -> float:
