@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,12 @@ def test_a_job_array_is_a_lighthouse_and_replicas(tmp_path: Path) -> None:
 
     def scripts() -> list[int]:
         """The children of task 2 that train; it also starts `sleep` and subshells."""
-        children = map(int, Path(f"/proc/{tasks[2].pid}/task/{tasks[2].pid}/children").read_text().split())
-        return [
-            child for child in children if elastic_script.__file__ in Path(f"/proc/{child}/cmdline").read_text().split("\0")
-        ]
+        found = list[int]()
+        for child in map(int, Path(f"/proc/{tasks[2].pid}/task/{tasks[2].pid}/children").read_text().split()):
+            with suppress(OSError):  # it has ended
+                if elastic_script.__file__ in Path(f"/proc/{child}/cmdline").read_text().split("\0"):
+                    found.append(child)
+        return found
 
     tasks = [start(number) for number in range(3)]
     deadline = time.monotonic() + elastic_runs.SECONDS
