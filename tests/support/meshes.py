@@ -139,7 +139,8 @@ class Layout(NamedTuple):
 
 
 def tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
-    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    names = mesh.mesh_dim_names or ()
+    parallelize_module(model, mesh[names[-1]], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def _sequence_parallel(model: Net, mesh: DeviceMesh) -> None:
@@ -192,9 +193,10 @@ LAYOUTS = {
 
 
 UNUSUAL = {
-    "TP4 x DP1": LAYOUTS["TP2 x DP2"]._replace(shape=(1, 4)),
+    # Not "tp" for four ranks: torch takes a mesh for an equal one of the same process, as that of TP4, and then knows no "dp".
+    "TP4 x DP1": LAYOUTS["TP2 x DP2"]._replace(shape=(1, 4), names=("dp", "wide")),
     "TP1 x DP4": LAYOUTS["TP2 x DP2"]._replace(shape=(4, 1)),
-    "TP4 x FSDP1": LAYOUTS["TP2 x FSDP2"]._replace(shape=(1, 4)),
+    "TP4 x FSDP1": LAYOUTS["TP2 x FSDP2"]._replace(shape=(1, 4), names=("dp", "wide")),
     "TP1 x FSDP4": LAYOUTS["TP2 x FSDP2"]._replace(shape=(4, 1)),
     "SP1 x FSDP4": LAYOUTS["SP2 x FSDP2"]._replace(shape=(4, 1)),
     "HSDP 4 x 1": LAYOUTS["HSDP 2 x 2"]._replace(shape=(4, 1)),

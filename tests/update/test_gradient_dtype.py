@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train import ForwardOutput, Trainer, TrainEvents, UpdateOptions, create_trainer
@@ -69,11 +70,15 @@ def in_wrapper(way: str, dtype: str, world_size: int) -> list[Any]:
         wrapped = DistributedDataParallel(model)
     elif way == "fsdp":
         wrapped = fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)), mp_policy=policy)
+    elif way == "mesh":
+        mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], ColwiseParallel())
     if way != "fsdp":
         for parameter in wrapped.parameters():
             parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0, fused=True if way == "explicit, fused" else None)
-    options = UpdateOptions(reduction="explicit" if way.startswith("explicit") else "auto")
+    dims = ("dp",) if way == "mesh" else None
+    options = UpdateOptions(reduction="explicit" if way.startswith("explicit") else "auto", data_dims=dims)
     trainer = create_trainer(wrapped, optimizer, forward, accumulation_steps=3, options=options)
     values = [256.0, 1.0, 1.0] if idist.get_rank() == 0 else [1.0, 1.0, 256.0]
     trainer.run([torch.full((1, 4), value, dtype=model.weight.dtype) for value in values])
@@ -88,6 +93,7 @@ def in_wrapper(way: str, dtype: str, world_size: int) -> list[Any]:
         ("explicit", "bfloat16", 3),
         slow("explicit, fused", "bfloat16", 2),
         slow("small ddp", "bfloat16", 2),
+        slow("mesh", "bfloat16", 2),
         slow("fsdp", "bfloat16", 3),
         ("fsdp", "float32", 2),
         slow("fsdp", "float32", 3),
