@@ -23,10 +23,10 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 
 from ignite_train.arguments import real_number
 from ignite_train.errors import FellBehindError, MembersChangedError, NoQuorumError
+from ignite_train.internals.of_distributed import TCPStore
 
 __all__ = ["LIGHTHOUSE", "Members", "check_elastic", "require_torchft"]
 
