@@ -1,4 +1,4 @@
-"""What the user's `forward` gives back for one micro-batch, and the check that it did."""
+"""The result of the user's `forward` for one micro-batch, and the check of it."""
 
 from __future__ import annotations
 

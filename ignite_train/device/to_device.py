@@ -133,7 +133,7 @@ class ToDevice:
 
 
 def transfer_to(device: torch.device) -> ToDevice | None:
-    """What copies micro-batches to a device; None for the CPU, where there is nothing to copy."""
+    """The object that copies micro-batches to a device; None for the CPU, where there is nothing to copy."""
     return None if device.type == "cpu" and not has_streams(device) else ToDevice(device)
 
 

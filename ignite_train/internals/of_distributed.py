@@ -50,7 +50,7 @@ root_mesh_of: Callable[[DeviceMesh], DeviceMesh] = methodcaller("_get_root_mesh"
 
 
 def process_groups() -> tuple[Any, ...]:
-    """All groups of this process; publicly each is known to whoever has made it. An error if one is made at this moment."""
+    """All groups of this process; publicly only the code that has made a group knows it. An error while one is made."""
     return tuple(dist.distributed_c10d._world.pg_map)
 
 

@@ -181,6 +181,6 @@ def sampler_pass_of(loader: DataLoader[Any]) -> object:
 
 
 def end_workers(loader: DataLoader[Any]) -> None:
-    """Ends persistent workers at once; publicly they end when the loader is freed, whoever still refers to it."""
+    """Ends persistent workers at once; publicly they end only when the loader is freed, to which others may refer."""
     if isinstance(own := pass_of(loader), _MultiProcessingDataLoaderIter):
         own._shutdown_workers()

@@ -49,7 +49,7 @@ class FSDPCrossing(MeshCrossing):
         self._has_begun = False  # an update, which has not ended
 
     def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:
-        """As in `MeshCrossing`. Drops first what an update that was broken off has left."""
+        """See `MeshCrossing`. Has FSDP2 forget an update that was broken off first."""
         if self._has_begun:
             forget_iteration(self._root)
         self._has_begun = True

@@ -31,7 +31,7 @@ def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def missing_dims(tensor: Tensor, root: DeviceMesh, names: Iterable[str]) -> tuple[str, ...]:
-    """Those of the dimensions `names` of `root` that the mesh of a tensor does not cover; all of them for a plain tensor."""
+    """The dimensions among `names` of `root` that the mesh of a tensor does not cover; all of them for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return tuple(names)
     own = {*tensor.device_mesh.mesh.flatten().tolist()}

@@ -78,7 +78,7 @@ class BeginsBySize(Protocol):
 
 
 def scale_near_floor(policy: LossScaling) -> float:
-    """The scale up to which an overflow may be one too many: no policy gets from above it below its floor by one of them."""
+    """The scale up to which the next overflow may be refused at the floor: no policy lowers a larger one that far at once."""
     return 2.0 * policy.min_scale if isinstance(policy, HasFloor) and policy.on_floor == "raise" else 0.0
 
 
@@ -133,7 +133,7 @@ class StaticLossScaling:
 
 
 class _DynamicLossScaling:
-    """What the growing policies share: bounds, the floor's policy and state that is all their counters."""
+    """The common part of the growing policies: bounds, the policy at the floor, and a state with all counters."""
 
     enabled = True
     _saved: tuple[str, ...] = ("scale",)
@@ -230,7 +230,7 @@ class TorchLossScaling(_DynamicLossScaling):
         """Sets the first scale, unless there are no samples yet."""
         if 0 < sample_size < math.inf:
             fraction, exponent = math.frexp(sample_size)
-            # 2^exponent is to be the smallest power of two that is not below the size.
+            # Makes 2^exponent the smallest power of two that is not below the size.
             exponent -= fraction == 0.5
             self.scale = min(max(math.ldexp(1.0, 16 - exponent), self.min_scale), self.max_scale)
             self.awaits_size = False
