@@ -76,7 +76,7 @@ class _Word(Enum):
 
     NOTHING = "nothing"
     NO_TENSOR = "no tensor"
-    ONE_NUMBER = "one number"
+    ONE_NUMBER = "one number of at least 0"
 
     def __repr__(self) -> str:
         return self.value
@@ -444,6 +444,9 @@ def _tried(
             if lacking:
                 return {}, f"{lacking[0]!r} is missing"
             known = inspect.signature(kind).parameters.keys() - {"params"}
+            for key, value in options.items():
+                if key in known and isinstance(value, (Tensor, TensorClaim)) and math.prod(value.shape) != 1:
+                    return {}, f"{key} is {_form(value)!r}"
             tried = kind(parameters, **{key: value for key, value in loaded.items() if key in known})
             for parameter in parameters:
                 gradient = torch.ones_like(parameter)
@@ -475,10 +478,13 @@ def _needed(value: Any, parameter: Tensor) -> _Form | _Word:
 
 
 def _can_serve(saved: Any, needed: Any) -> bool:
-    """Whether a step can use a value of a state; the width of its numbers may be another one."""
+    """Whether a step can use a value of a state; the width of its numbers may be another one.
+
+    All that torch's optimizers keep as one number, such as the count of steps, is at least 0, and a step may divide by it.
+    """
     if needed is _Word.ONE_NUMBER:
         is_number = isinstance(saved, _Form) and math.prod(saved.shape) == 1 and _numbers(saved) == "float"
-        return is_number or isinstance(saved, (int, float))
+        return is_number or (isinstance(saved, (int, float)) and 0 <= saved < 2**64)
     return isinstance(saved, _Form) and saved.shape == needed.shape and _numbers(saved) == _numbers(needed)
 
 
