@@ -29,7 +29,6 @@ __all__ = [
     "is_torchs",
     "is_wrapped_by_scheduler",
     "load_optimizer_state",
-    "optimizer_of_parts",
     "optimizer_state",
     "optimizers_as_parts",
     "parts_as_optimizers",
@@ -299,11 +298,6 @@ def parts_as_optimizers(parts: Mapping[str, Any]) -> Optimizer | dict[str, Optim
     """The optimizers among the parts of a run, as `create_trainer` takes them."""
     found = {name.removeprefix(_FOLDER): part for name, part in parts.items() if isinstance(part, Optimizer)}
     return found["optimizer"] if "optimizer" in parts else found
-
-
-def optimizer_of_parts(parts: Mapping[str, Any]) -> Optimizer | Optimizers:
-    """What steps the parameters of a run with these parts: its optimizer, or its optimizers together."""
-    return as_optimizers(parts_as_optimizers(parts))
 
 
 def stepped_parameters(parts: Mapping[str, Any]) -> list[nn.Parameter]:
