@@ -53,7 +53,7 @@ def compute_on(ranks: Sequence[int], compute: Callable[[], Any], *, of: str) -> 
         of: what computes, for errors.
 
     Returns:
-        What it has found here, the error that it has raised here, and how it ended on each rank.
+        The result here, the error here, and how the computation ended on each rank.
     """
     result, error = None, None
     if (own := dist.get_rank()) in ranks:

@@ -135,7 +135,7 @@ class SameParameters(Piggyback):
 def check_divide_factors(root: nn.Module) -> None:
     """Sees to it that FSDP2 divides all gradients by one number: the most ranks that it sums some of them over.
 
-    Where it sums those of some modules over fewer ranks, as those of experts are, it is told that number.
+    Where it sums the gradients of some modules over fewer ranks, such as experts, it is told that number.
 
     Raises:
         ValueError: `set_gradient_divide_factor` was called with another number.

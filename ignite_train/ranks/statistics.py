@@ -54,7 +54,7 @@ class Reduced(NamedTuple):
     Attributes:
         sample_size: Σsample_size.
         loss: Σloss.
-        norm: L2 norm of the gradients as they are.
+        norm: L2 norm of the gradients in `.grad`.
         obstacles: 0 if all names of logs are known to all ranks, none ran out of memory or changes gradients, and no piggyback
             vetoes.
     """
@@ -76,7 +76,7 @@ class Totals(NamedTuple):
         logs: the sum of each log by name.
         log_weights: the sum of the denominator of those logs that have their own.
         requests: what any rank asked for.
-        norm: L2 norm of the gradients as they are.
+        norm: L2 norm of the gradients in `.grad`.
         more: what was sent beside them.
     """
 
