@@ -37,6 +37,7 @@ from ignite_train.checkpoint.state_rules import (
 )
 from ignite_train.checkpoint.tree import class_name, decode, dtype_name, is_composed
 from ignite_train.errors import CheckpointError
+from ignite_train.internals.of_torch import LATEST_RATES, parts_of_schedule
 from ignite_train.model.memory_layout import as_bytes
 from ignite_train.model.optimizers import GathersState, InnerState, has_own_form
 from ignite_train.model.warm_up_schedule import WarmUpSchedule
@@ -75,7 +76,7 @@ class _Word(Enum):
 
     NOTHING = "nothing"
     NO_TENSOR = "no tensor"
-    ONE_NUMBER = "one number"
+    ONE_NUMBER = "one number of at least 0"
 
     def __repr__(self) -> str:
         return self.value
@@ -443,6 +444,9 @@ def _tried(
             if lacking:
                 return {}, f"{lacking[0]!r} is missing"
             known = inspect.signature(kind).parameters.keys() - {"params"}
+            for key, value in options.items():
+                if key in known and isinstance(value, (Tensor, TensorClaim)) and math.prod(value.shape) != 1:
+                    return {}, f"{key} is {_form(value)!r}"
             tried = kind(parameters, **{key: value for key, value in loaded.items() if key in known})
             for parameter in parameters:
                 gradient = torch.ones_like(parameter)
@@ -474,10 +478,13 @@ def _needed(value: Any, parameter: Tensor) -> _Form | _Word:
 
 
 def _can_serve(saved: Any, needed: Any) -> bool:
-    """Whether a step can use a value of a state; the width of its numbers may be another one."""
+    """Whether a step can use a value of a state; the width of its numbers may be another one.
+
+    All that torch's optimizers keep as one number, such as the count of steps, is at least 0, and a step may divide by it.
+    """
     if needed is _Word.ONE_NUMBER:
         is_number = isinstance(saved, _Form) and math.prod(saved.shape) == 1 and _numbers(saved) == "float"
-        return is_number or isinstance(saved, (int, float))
+        return is_number or (isinstance(saved, (int, float)) and 0 <= saved < 2**64)
     return isinstance(saved, _Form) and saved.shape == needed.shape and _numbers(saved) == _numbers(needed)
 
 
@@ -518,7 +525,7 @@ def _schedule_problems(
             for state in (saved, current)
         ]
         found: list[Difference | str] = [*differences(options[0], options[1], _same_kind)]
-        for key in ("base_lrs", "_last_lr"):
+        for key in ("base_lrs", LATEST_RATES):
             if key in current and not (isinstance(saved.get(key), list) and 0 < len(saved[key]) <= len(groups)):
                 found.append(f"it has {saved.get(key)!r:.60} for the {len(groups)} parameter groups")
         yield from found
@@ -567,7 +574,7 @@ def _why_no_multiples(schedule: Any) -> str:
     values = schedule.state_dict()
     if values.get("eta_min"):
         return f"{type(schedule).__name__} has eta_min={values['eta_min']!r}, which is not a multiple of lr"
-    return next((reason for part in vars(schedule).get("_schedulers", ()) if (reason := _why_no_multiples(part))), "")
+    return next((reason for part in parts_of_schedule(schedule) if (reason := _why_no_multiples(part))), "")
 
 
 # --- settings ---

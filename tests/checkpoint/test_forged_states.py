@@ -181,7 +181,11 @@ def test_it_is_refused_in_one_line_or_trains(honest: list[Path], tmp_path: Path,
     assert [text for text in found if text] == []
 
 
-@pytest.mark.parametrize("number", [2116, 2822], ids=["a count below 0", "a switch that is a number"])
+@pytest.mark.parametrize(
+    "number",
+    [2116, 2822, 1601, 2468],
+    ids=["a count below 0", "a switch that is a number", "a switch that is a tensor", "a count of steps below 0"],
+)
 def test_it_is_refused_where_the_next_update_would_fail(honest: list[Path], tmp_path: Path, number: int) -> None:
-    """What a division, or a moment that is not there, would have said in an update after the start."""
+    """What a division, a moment that is not there, or a truth value would have said in an update after the start."""
     assert outcome(honest, tmp_path, number) == ""

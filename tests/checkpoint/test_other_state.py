@@ -217,7 +217,7 @@ def test_a_moment_of_another_shape_is_refused(key: str, fused: bool, tmp_path: P
     wrong = torch.zeros(3) if key == "step" else torch.zeros(1)
 
     forge(tmp_path, lambda index, data: replace_tensor(index, data, f"optimizer['state'][0][{key!r}]", wrong))
-    expected = "one number" if key == "step" else "float32 of shape (8, 8)"
+    expected = "one number of at least 0" if key == "step" else "float32 of shape (8, 8)"
     expected = f"{key} of 0.weight is float32 of shape {tuple(wrong.shape)}, and this run has {expected}; build"
     assert expected in refusal(build(tmp_path, optimizer))
 
