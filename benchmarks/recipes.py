@@ -1,7 +1,7 @@
 """Runs the recipes that use other libraries, beside a loop by hand and the library's own trainer, and writes docs/recipes.md.
 
     python benchmarks/recipes.py                           # all, into the table of the page and docs/pictures/recipes.png
-    python benchmarks/recipes.py train_vit --rounds 1 --print   # one of them, which is only shown
+    python benchmarks/recipes.py train_vit --rounds 1 --print   # a single recipe; only shown
 
 A recipe runs in the environment of its library, which `make libraries` makes too. First it runs in float64, and its losses and
 weights are compared with those of the loop in tests/support/recipes_by_hand.py, of the library's trainer in
@@ -172,7 +172,7 @@ def measure(name: str, output: Path, epochs: int, rounds: int) -> None:
 
 
 def environment(name: str) -> Path | str:
-    """The Python of the environment of a recipe; or why there is none."""
+    """The Python of the environment of a recipe; or why it could not be made."""
     run = support("libraries.run")
     library = RECIPES[name][0]
     found: Path | str = run.environment(library, run.wanted()[library])
@@ -180,7 +180,7 @@ def environment(name: str) -> Path | str:
 
 
 def measured(name: str, python: Path, epochs: int, rounds: int) -> dict[str, Any]:
-    """What the recipe has come to in that environment."""
+    """Results of a recipe in that environment."""
     settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as place:
         output = Path(place) / "found.json"

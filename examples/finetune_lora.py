@@ -5,7 +5,7 @@
     python examples/finetune_lora.py --nproc 2                         # two: the same samples in the same updates
 
 The model is a tiny Llama with random weights, so that nothing is downloaded. For a real one put `from_pretrained` and its
-tokenizer into `build` and `samples`; the rest stays as it is. The loss is the mean over the bytes of all answers of an update,
+tokenizer into `build` and `samples`; the rest needs no change. The loss is the mean over the bytes of all answers of an update,
 however long each is and however the samples are cut into micro-batches.
 """
 
@@ -36,7 +36,7 @@ from launching import launch, number_of_processes
 
 MODULES = ("argparse", "ast", "calendar", "collections", "difflib", "email.utils", "fractions", "functools", "heapq", "inspect")
 MICRO_BATCH, ACCUMULATION_STEPS, LENGTH = 8, 2, 96
-IGNORED = -100  # the label of what is not to be learned: the question, and what fills a row up
+IGNORED = -100  # the label of bytes that are not learned: the question, and the filling of a row
 
 
 def samples() -> list[tuple[list[int], list[int]]]:

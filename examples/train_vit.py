@@ -41,7 +41,7 @@ LEARNING_RATE, WEIGHT_DECAY, LAYER_DECAY, AVERAGE_DECAY = 1e-2, 0.05, 0.75, 0.98
 
 
 def loaders() -> tuple[ResumableLoader, DataLoader[Any]]:
-    """Of four fifths of the images, mixed in pairs, in another order in each epoch; and of the others as they are."""
+    """Of four fifths of the images, mixed in pairs, in another order in each epoch; and of the others, unchanged."""
     pixels, labels = map(torch.from_numpy, load_digits(return_X_y=True))
     data = TensorDataset(pixels.to(torch.get_default_dtype()).view(-1, 1, 8, 8) / 8 - 1, labels)
     rank, ranks = idist.get_rank(), idist.get_world_size()
