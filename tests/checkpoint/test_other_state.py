@@ -928,7 +928,7 @@ def test_rates_for_other_groups_are_refused(tmp_path: Path) -> None:
         (lambda i, d: put(i, "generators", [1, 2, 3], "python"), "random generators"),
         (lambda i, d: put(i, "data", [1, 2, 3], "opening", "python"), "does not fit this run: ValueError: the states of the"),
         (lambda i, d: put(i, "trainer", {"dict": []}, "carried"), "does not fit this run: ValueError: state_dict must have"),
-        (lambda i, d: put(i, "results", 5, "metrics"), "has invalid results of an update"),
+        (lambda i, d: i["objects"].update({"trainer/state.metrics": 5}), "has an invalid state of 'trainer/state.metrics'"),
         (lambda i, d: put(i, "results", {"dict": [["loss", 1.0]]}, "output"), "has invalid results of an update"),
         (
             lambda i, d: put(i, "model", {"dict": []}, "0.weight"),
