@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,6 @@ from ignite_train.checkpoint.run_objects import (
     PROGRESS,
     PublishedMetrics,
     RunObjects,
-    describe_optimizer,
     plain_options,
     schedule_options,
     stepping_part,
@@ -187,8 +187,9 @@ class Fit:
         """Compares the state of one optimizer with that of the run; see `check`."""
         optimizer = self.objects.each_optimizer[name]
         groups = [*(group["params"] for group in optimizer.param_groups), *self.missing_groups(name)]
-        described, names = self.description["optimizers"][name], self.objects.parameter_names()
-        problems = _optimizer_problems(optimizer, groups, self.states[name], described, names, self.run.decided(name))
+        there, here = (description["optimizers"][name] for description in (self.description, self.objects.describe()))
+        names = self.objects.parameter_names()
+        problems = _optimizer_problems(optimizer, groups, self.states[name], there, here, names, self.run.decided(name))
         _refuse(self.path, name, problems, "build the one that was saved, or start in another directory")
 
     def missing_groups(self, name: str) -> list[list[nn.Parameter]]:
@@ -218,14 +219,14 @@ class Fit:
 
     def changes(self) -> list[str]:
         """What the script sets to other values than the script that wrote the checkpoint, a line each."""
-        lines, optimizers, schedules = [], self.description["optimizers"], self.description["schedules"]
-        objects, run = self.objects, self.run
+        lines, objects, run = list[str](), self.objects, self.run
+        there, here = self.description, objects.describe()
         for name in objects.optimizers:
-            lines += _option_changes(name, optimizers[name]["options"], run.script(name), run.script_wins)
-        for name, schedule in objects.schedules.items():
-            before = schedules[name]["options"] if name in schedules else {}
-            found = differences(before, schedule_options(schedule.state_dict()), path=(name,))
-            lines += [f"{one.change} (the checkpoint's is used)" for one in found if not one.is_on_one_side]
+            lines += _option_changes(name, there["optimizers"][name]["options"], run.script(name), run.script_wins)
+        before, now = ({name: one["options"] for name, one in each["schedules"].items()} for each in (there, here))
+        for one in differences(before, now):
+            if not one.is_on_one_side:
+                lines.append(f"{one.change} (the checkpoint's is used)")
         thawed: set[int] = set()
         for name in objects.optimizers:
             for group in self.missing_groups(name):
@@ -234,8 +235,8 @@ class Fit:
                 thawed |= {id(parameter) for parameter in group}
         parameters = [*objects.modules["model"].parameters()]
         names = {name for name, parameter in parameters if id(parameter) not in thawed}
-        before, now = ({*frozen} & names for frozen in (self.description["frozen"], objects.frozen_parameters()))
-        for changed, change in ((before - now, "False -> True"), (now - before, "True -> False")):
+        frozen, freezes = ({*each["frozen"]} & names for each in (there, here))
+        for changed, change in ((frozen - freezes, "False -> True"), (freezes - frozen, "True -> False")):
             if changed:
                 text = _first_of([name for name, _ in parameters if name in changed])
                 lines.append(f"requires_grad of {text}: {change} (the script's is used)")
@@ -330,19 +331,32 @@ def _optimizer_problems(
     optimizer: Optimizer,
     groups: Sequence[Sequence[Tensor]],
     saved: Any,
-    described: Mapping[str, Any],
+    there: Mapping[str, Any],
+    here: Mapping[str, Any],
     names: Mapping[int, Sequence[str]],
     decided: Sequence[Mapping[str, Any]],
 ) -> Iterator[Difference | str]:
-    """Why a saved state is not of this optimizer, which has these groups of parameters; `names` are those of a parameter."""
-    mine, lengths = describe_optimizer(optimizer, groups, names), [len(group) for group in groups]
+    """Why a saved state is not of this optimizer.
+
+    Args:
+        optimizer: of this run.
+        groups: its groups of parameters, with those that it lacks and gets from the checkpoint.
+        saved: the state.
+        there: what `RunObjects.describe` said of the one in the checkpoint.
+        here: what it says of this one.
+        names: of the parameters, by their ids.
+        decided: options that the script decides.
+    """
+    lengths = [len(group) for group in groups]
     aliases = {alias: found[0] for found in names.values() for alias in found}
     current = {} if isinstance(optimizer, GathersState) else optimizer.state_dict()
-    if described["class"] != mine["class"]:
-        yield f"{described['class']!s:.100} wrote it, and this run has {mine['class']}"
-    elif (found := [len(group) for group in described["names"]]) != lengths:
+    if there["class"] != here["class"]:
+        yield f"{there['class']!s:.100} wrote it, and this run has {here['class']}"
+    elif (found := [len(group) for group in there["names"]]) != lengths:
         yield f"its parameter groups have {found} parameters and not {lengths}"
-    elif other := [*differences(_parameters_of(described, aliases), _parameters_of(mine, aliases), _same_parameter)]:
+    elif other := [
+        *differences(_parameters_of(there, aliases, len(here["names"])), _parameters_of(here, aliases), _same_parameter)
+    ]:
         yield from other
     elif not isinstance(saved, Mapping):
         yield f"is {describe(saved)}"
@@ -369,9 +383,11 @@ def _why_no_state(state: Mapping[str, Any], lengths: list[int]) -> str:
     return "" if found == lengths else f"its parameter groups have {found} parameters and not {lengths}"
 
 
-def _parameters_of(described: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, dict[str, TensorForm]]:
-    """The tree of the parameters of an optimizer, by their places, each under the first of its names."""
-    groups = zip(described["names"], described["shapes"], described["dtypes"], strict=True)
+def _parameters_of(
+    described: Mapping[str, Any], aliases: Mapping[str, str], num_groups: int | None = None
+) -> dict[str, dict[str, TensorForm]]:
+    """The tree of the parameters of an optimizer in its first groups, by their places, each under the first of its names."""
+    groups = islice(zip(described["names"], described["shapes"], described["dtypes"], strict=True), num_groups)
     return {
         f"param_groups[{index}]": {
             f"parameter {place}": TensorForm(tuple(shape), DTYPES[dtype], aliases.get(name, name))

@@ -28,7 +28,6 @@ __all__ = [
     "PublishedMetrics",
     "RunObjects",
     "SavedModule",
-    "describe_optimizer",
     "plain_options",
     "schedule_options",
     "stepping_part",
@@ -163,26 +162,32 @@ class RunObjects:
         found = {name: entry.scheduler if isinstance(entry, _HasSchedule) else entry for name, entry in entries.items()}
         return {name: schedule for name, schedule in found.items() if isinstance(schedule, LRScheduler)}
 
-    def describe(self, options: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-        """What a checkpoint stores beside the state, so that the next run can compare.
+    def describe(self, options: Mapping[str, Sequence[Mapping[str, Any]]] | None = None) -> dict[str, Any]:
+        """What is compared with a checkpoint besides the states, and is stored there for it.
+
+        Of each optimizer its class, without the module, which may be renamed, its parameters, and its options; of each schedule
+        its class and its options; and the names of the parameters of the trained model that have no gradients now.
 
         Args:
             options: those of the groups of an optimizer that are in effect, by its name; else they are what they are now.
         """
         names, optimizers = self.parameter_names(), {}
         for name, optimizer in self.each_optimizer.items():
+            inner, own = stepping_part(optimizer), type(optimizer).__qualname__
             groups = [group["params"] for group in optimizer.param_groups]
-            in_effect = options.get(name) or [*map(plain_options, optimizer.param_groups)]
-            optimizers[name] = describe_optimizer(optimizer, groups, names) | {"options": in_effect}
+            optimizers[name] = {
+                "class": own if inner is optimizer else f"{own} of {type(inner).__qualname__}",
+                "names": [[names.get(id(parameter), [""])[0] for parameter in group] for group in groups],
+                "shapes": [[list(parameter.shape) for parameter in group] for group in groups],
+                "dtypes": [[dtype_name(parameter.dtype) for parameter in group] for group in groups],
+                "options": (options or {}).get(name) or [*map(plain_options, optimizer.param_groups)],
+            }
         schedules = {
             name: {"class": type(schedule).__qualname__, "options": schedule_options(schedule.state_dict())}
             for name, schedule in self.schedules.items()
         }
-        return {"optimizers": optimizers, "schedules": schedules, "frozen": self.frozen_parameters()}
-
-    def frozen_parameters(self) -> list[str]:
-        """The names of the parameters of the trained model that have no gradients now."""
-        return [name for name, parameter in self.modules["model"].parameters() if not parameter.requires_grad]
+        frozen = [name for name, parameter in self.modules["model"].parameters() if not parameter.requires_grad]
+        return {"optimizers": optimizers, "schedules": schedules, "frozen": frozen}
 
     def parameter_names(self) -> dict[int, list[str]]:
         """All names of each parameter of the modules, by its `id`; those of the trained model come first."""
@@ -222,25 +227,6 @@ def _writable_buffers(module: nn.Module) -> Iterator[None]:
             own.copy_(copy[tuple(slice(size) for size in own.shape)])
             if torch.equal(buffer, copy):
                 owner[name] = buffer
-
-
-def describe_optimizer(
-    optimizer: Optimizer, groups: Sequence[Sequence[Tensor]], names: Mapping[int, Sequence[str]]
-) -> dict[str, Any]:
-    """The class of an optimizer, without its module, which may be renamed, and its parameters.
-
-    Args:
-        optimizer: the optimizer.
-        groups: its groups of parameters.
-        names: the names of each parameter, by its `id`.
-    """
-    inner, own = stepping_part(optimizer), type(optimizer).__qualname__
-    return {
-        "class": own if inner is optimizer else f"{own} of {type(inner).__qualname__}",
-        "names": [[next(iter(names.get(id(parameter), ())), "") for parameter in group] for group in groups],
-        "shapes": [[list(parameter.shape) for parameter in group] for group in groups],
-        "dtypes": [[dtype_name(parameter.dtype) for parameter in group] for group in groups],
-    }
 
 
 def stepping_part(optimizer: Optimizer) -> Optimizer:
