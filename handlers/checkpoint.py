@@ -483,7 +483,8 @@ class Checkpoint(Handler):
     def _moment(self) -> tuple[Any, ...]:
         """Where the run is: a state is saved once for each moment."""
         trainer = self._attached()[0].trainer
-        return trainer.state.iteration, trainer.state.epoch, trainer.progress.epoch_open, trainer.progress.ended
+        epochs_completed = trainer.state.epoch - trainer.progress.epoch_open
+        return trainer.state.iteration, epochs_completed, trainer.progress.ended
 
     def _attached(self) -> tuple[SavedRun, Resumption]:
         if self._run is None or self._resumption is None:
