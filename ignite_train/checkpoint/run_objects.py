@@ -88,7 +88,8 @@ class SavedModule:
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters; one that has several names is given once for each of them."""
-        return ((_plain(name), value) for name, value in self.module.named_parameters(remove_duplicate=False))
+        for name, value in self.module.named_parameters(remove_duplicate=False):
+            yield _plain(name), value
 
 
 @dataclass(frozen=True)
