@@ -2,13 +2,15 @@
 
     python benchmarks/elastic.py cost
     python benchmarks/elastic.py gap
+    python benchmarks/elastic.py join
 
 It needs the extra `ignite_train[elastic]`. The contestants are processes of this machine that talk by gloo; give it as many
 idle cores as there are replicas, or else it measures the scheduler. `cost` prints the time of an update in milliseconds, for a
 model of two small layers whose forward sleeps for 0, 20 and 200 ms, as one that runs on an accelerator does. `gap` kills one
 replica of three in each round, and prints the longest time between two updates of the others. Beside both stands bare torchft:
 its manager, an all-reduce of the gradients, and its vote. Beside the gap stands a run of reduction="explicit" that is started
-again from its latest checkpoint, from the kill to the first update that had not been made before.
+again from its latest checkpoint, from the kill to the first update that had not been made before. `join` starts a third replica
+beside two, for models of several sizes, and prints the longest time between two updates of the two, beside the median one.
 """
 
 from __future__ import annotations
@@ -38,13 +40,14 @@ from ignite_train.handlers import Checkpoint
 SLEEPS_MS = (0.0, 20.0, 200.0)
 WARM_UP = 10  # updates that are not measured
 HEARTBEAT_MS, JOIN_MS = 600, 1500
+MEBIBYTES = (1, 16, 128)  # of parameters, which are the state
 KINDS = ("explicit", "elastic", "bare torchft")
 DEADLINE_SECONDS = 300.0
 
 
-def make_model() -> nn.Module:
-    """A model whose step takes next to nothing."""
-    return nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+def make_model(width: int = 32) -> nn.Module:
+    """A model with 34 parameters for each of its width, and one. With the default its step takes next to nothing."""
+    return nn.Sequential(nn.Linear(32, width), nn.Tanh(), nn.Linear(width, 1))
 
 
 class Times:
@@ -63,7 +66,8 @@ def replica(kind: str, directory: Path, updates: int, sleep_ms: float) -> None:
     """Trains as one replica, and writes down when each update ended."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    times, model = Times(directory / f"{os.environ['REPLICA']}-{os.getpid()}"), make_model()
+    times = Times(directory / f"{os.environ['REPLICA']}-{os.getpid()}")
+    model = make_model(int(os.environ.get("WIDTH", "32")))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def loss_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -133,15 +137,15 @@ class Group:
         sleep_ms: how long each forward sleeps.
         directory: where they write.
         least: with fewer replicas the lighthouse waits.
-        saves: whether they save checkpoints.
+        settings: more variables for their environment.
     """
 
     def __init__(
-        self, kind: str, number: int, updates: int, sleep_ms: float, directory: Path, *, least: int, saves: bool = False
+        self, kind: str, number: int, updates: int, sleep_ms: float, directory: Path, *, least: int, **settings: str
     ) -> None:
         self.directory, self._kind, self._number = directory, kind, number
         self._arguments = [kind, str(directory), str(updates), str(sleep_ms)]
-        self._environment = os.environ | ({"SAVES": "1"} if saves else {})
+        self._environment = os.environ | settings
         self.processes: list[subprocess.Popen[bytes]] = []
         self._lighthouse: Any = None
         if kind != "explicit":
@@ -165,10 +169,13 @@ class Group:
         ranks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(self._number)}
         for number in range(self._number):
             own = {"REPLICA": str(number), "IGNITE_TRAIN_REPLICA": str(number), "RANK": str(number)}
-            environment = self._environment | own | (ranks if self._kind == "explicit" else {})
-            command = [sys.executable, __file__, "replica", *self._arguments]
-            output = None if "SHOW" in os.environ else subprocess.DEVNULL
-            self.processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+            self.start_one(own | (ranks if self._kind == "explicit" else {}))
+
+    def start_one(self, settings: dict[str, str]) -> None:
+        """Starts a process with more variables in its environment."""
+        command = [sys.executable, __file__, "replica", *self._arguments]
+        output = None if "SHOW" in os.environ else subprocess.DEVNULL
+        self.processes.append(subprocess.Popen(command, env=self._environment | settings, stdout=output, stderr=output))
 
     def times(self) -> list[list[tuple[int, float]]]:
         """The number and the time of each update, by process."""
@@ -233,7 +240,7 @@ def gap_seconds(kind: str, replicas: int) -> float:
 def restart_seconds(replicas: int) -> float:
     """The time from a kill to the first update that had not been made, where all begin again from the latest checkpoint."""
     with tempfile.TemporaryDirectory() as name:
-        group = Group("explicit", replicas, 10**6, 20.0, Path(name), least=1, saves=True)
+        group = Group("explicit", replicas, 10**6, 20.0, Path(name), least=1, SAVES="1")
         try:
             group.wait(lambda: len(found := group.times()) == replicas and min(map(len, found)) > 30)
             killed = group.kill(group.processes[-1])
@@ -245,6 +252,39 @@ def restart_seconds(replicas: int) -> float:
             return min(second for found in group.times() for update, second in found if update > furthest) - killed
         finally:
             group.end()
+
+
+def join_ms(mebibytes: int, sleep_ms: float = 50.0) -> tuple[float, float]:
+    """The longest time between two updates of two replicas while a third one joins, and the median before. Milliseconds."""
+    with tempfile.TemporaryDirectory() as name:
+        width = mebibytes * 2**18 // 34
+        group = Group("elastic", 2, 10**6, sleep_ms, Path(name), least=2, WIDTH=str(width))
+        try:
+            group.wait(lambda: len(found := group.times()) == 2 and min(map(len, found)) > 2 * WARM_UP)
+            before = [later - earlier for (_, earlier), (_, later) in itertools.pairwise(group.times()[0][WARM_UP:])]
+            group.start_one({"REPLICA": "2", "IGNITE_TRAIN_REPLICA": "2"})
+            group.wait(lambda: len(found := group.times()) == 3 and len(found[2]) > WARM_UP)
+            *others, joiner = group.times()
+        finally:
+            group.end()
+    joined = joiner[0][1]
+    near = [[second for _, second in one if abs(second - joined) < 60] for one in others]
+    gaps = [
+        later - earlier
+        for seconds in near
+        for earlier, later in itertools.pairwise(seconds)
+        if earlier < joined and later > joined - 10
+    ]
+    return max(gaps) * 1e3, statistics.median(before) * 1e3
+
+
+def join(rounds: int, replicas: int) -> None:  # noqa: ARG001  # always two and one
+    """Prints how long two replicas stand still while a third one joins, by the size of the state."""
+    print("| MiB of state | longest time between two updates while a replica joins, ms | median otherwise, ms |\n|---|---|---|")
+    for mebibytes in MEBIBYTES:
+        found = [join_ms(mebibytes) for _ in range(rounds)]
+        longest, usual = (statistics.median(column) for column in zip(*found, strict=True))
+        print(f"| {mebibytes} | {longest:.0f} | {usual:.0f} |", flush=True)
 
 
 def cost(rounds: int, replicas: int) -> None:
@@ -281,7 +321,7 @@ def main() -> None:
         replica(kind, Path(directory), int(updates), float(sleep_ms))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["cost", "gap"])
+    parser.add_argument("what", choices=["cost", "gap", "join"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--replicas", type=int)
     given = parser.parse_args()
@@ -289,7 +329,8 @@ def main() -> None:
     busy = os.getloadavg()[0]
     if busy > 0.5:
         print(f"The machine is busy (load {busy:.1f}): these numbers measure that, and must not be published.")
-    {"cost": cost, "gap": gap}[given.what](given.rounds, given.replicas or {"cost": 2, "gap": 3}[given.what])
+    what = {"cost": cost, "gap": gap, "join": join}[given.what]
+    what(given.rounds, given.replicas or {"cost": 2, "gap": 3, "join": 2}[given.what])
 
 
 if __name__ == "__main__":

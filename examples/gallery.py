@@ -1,8 +1,9 @@
-"""Draws pictures of docs/gallery.md: killed runs, the cost of the loop beside other libraries, and how it grows.
+"""Draws pictures of docs/gallery.md: killed runs and replicas, the cost of the loop beside other libraries, and how it grows.
 
 python examples/gallery.py kills
 python examples/gallery.py cost
 python examples/gallery.py scaling
+python examples/gallery.py elastic   # needs the package torchft
 """
 
 import json
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import matplotlib as mpl
@@ -21,7 +23,7 @@ from ignite.engine import Events
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from ignite_train import ForwardOutput, ResumableLoader, Trainer, create_trainer
+from ignite_train import ForwardOutput, ResumableLoader, Trainer, UpdateOptions, create_trainer
 from ignite_train.handlers import Checkpoint
 
 mpl.use("Agg")  # draws to a file: no window, no display
@@ -32,6 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PICTURES = ROOT / "docs/pictures"
 INK, OURS, OTHERS, KILL = "#1f2933", "#1d4e89", "#9bb8d9", "#c4572e"
 UPDATES, KILLED_AFTER = 240, (70, 131, 190)
+TOGETHER = 40  # updates that all replicas make before some of them are killed
+VICTIMS = ((1,), (2,), (1, 2), ())  # killed in this order; at last none, and the run is stopped
 
 app = typer.Typer(add_completion=False)
 
@@ -129,6 +133,87 @@ def scaling(output: Path = PICTURES / "scaling.png") -> None:
         axes.set(xlabel="micro-batches" if heading == "Accumulation" else heading.lower())
     all_axes[0].set(ylabel="ms an update")
     all_axes[0].legend(frameon=False)
+    figure.savefig(output, dpi=110)
+
+
+@app.command(hidden=True)
+def train_elastic(directory: Path) -> None:
+    """Trains as one of several replicas, and writes the time, the number, the loss and the replicas of each update."""
+    torch.manual_seed(0)
+    x = torch.randn(3072, 8)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+    data = TensorDataset(x, (x @ torch.randn(8, 4)).argmax(1))
+    options = UpdateOptions(reduction="elastic")
+    trainer = create_trainer(model, torch.optim.AdamW(model.parameters(), lr=3e-3), forward, seed=0, options=options)
+    own = directory / os.environ["IGNITE_TRAIN_REPLICA"]
+    own.with_suffix(".pid").write_text(str(os.getpid()))
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def write(trainer: Trainer) -> None:
+        state = trainer.state
+        row = [time.monotonic(), state.iteration, state.update_output.loss, state.metrics["replicas"]]
+        with own.with_suffix(".jsonl").open("a") as file:
+            print(json.dumps(row), file=file)
+        time.sleep(0.1)  # an update of a larger model
+        if (directory / "enough").exists():
+            trainer.terminate()
+
+    trainer.run(ResumableLoader(data, batch_size=16, shuffle=True, seed=0), max_epochs=1000)
+
+
+def _rows(file: Path) -> list[list[float]]:
+    """What a replica has written so far, without a line that it is writing."""
+    return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
+
+
+def _kill_replicas(folder: Path) -> list[tuple[float, int]]:
+    """Runs three replicas, and kills those in `VICTIMS`. Gives the time and the number of each that was killed."""
+    killed, since, waiting = list[tuple[float, int]](), 0.0, list(VICTIMS)
+    launcher = ["-m", "ignite_train.elastic", "--replicas", "3", "--heartbeat-ms", "1500", "--join-ms", "8000"]
+    with subprocess.Popen([sys.executable, *launcher, __file__, "train-elastic", str(folder)]) as run:  # noqa: S603
+        while run.poll() is None:
+            latest = _rows(folder / "0.jsonl")[-TOGETHER:]
+            if waiting and len(latest) == TOGETHER and latest[0][0] > since and all(row[3] == 3 for row in latest):
+                since = time.monotonic()
+                for number in waiting.pop(0):
+                    os.kill(int((folder / f"{number}.pid").read_text()), signal.SIGKILL)
+                    killed.append((since, number))
+                if not waiting:
+                    (folder / "enough").touch()
+            time.sleep(0.05)
+    if run.returncode:
+        raise RuntimeError(f"the run ended with status {run.returncode}")
+    return killed
+
+
+@app.command()
+def elastic(output: Path = PICTURES / "elastic.png") -> None:
+    """Draws three replicas of which two are killed, one after the other and together, and start again."""
+    with tempfile.TemporaryDirectory() as name:
+        killed = _kill_replicas(Path(name))
+        rows = [_rows(Path(name) / f"{number}.jsonl") for number in range(3)]
+    first = rows[0][0][0]
+    updates = [int(row[1]) for row in rows[0]]  # of the one that is never killed
+    in_order = updates == list(range(1, len(updates) + 1))
+    losses_of = {int(update): loss for _, update, loss, _ in rows[0]}
+    apart = sum(loss != losses_of[int(update)] for of_one in rows for _, update, loss, _ in of_one)
+    print(
+        f"{len(killed)} replicas killed, {len(updates)} updates, each once: {in_order}, {apart} losses differ between replicas"
+    )
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(7, 4.2), layout="constrained", sharex=True, gridspec_kw={"height_ratios": [2, 1]}
+    )
+    above.plot([row[0] - first for row in rows[0]], [row[2] for row in rows[0]], color=OURS, linewidth=1)
+    below.eventplot([[row[0] - first for row in of_one] for of_one in rows], colors=OURS, linelengths=0.6, linewidths=0.5)
+    for when, number in killed:
+        below.plot(when - first, number, "X", color=KILL, markersize=9)
+        above.axvline(when - first, color=KILL, linestyle="--", linewidth=1)
+    above.set(ylabel="loss of the update")
+    below.set(
+        ylabel="replica",
+        xlabel="seconds; below, each line is an update of a replica, and each cross a SIGKILL",
+        yticks=[0, 1, 2],
+    )
     figure.savefig(output, dpi=110)
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ignite_train.arguments import positive_int
 from ignite_train.events import TrainEvents
+from ignite_train.internals.of_torch import foreach_norm, foreach_sub_
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.kinds_of_handlers.handler import handle_in_every_nth_update
 from ignite_train.model.averaged_tensors import local_tensors, plain_name
@@ -117,7 +118,7 @@ class GradientMonitor(Handler):
 
     def _after_step(self, trainer: Trainer) -> None:
         with torch.no_grad():
-            torch._foreach_sub_(self._weights, local_tensors(self._monitored))
+            foreach_sub_(self._weights, local_tensors(self._monitored))
             self._found.insert(2, _norms(self._weights))
         self._publish(trainer, self._fetch())
         self._end()
@@ -164,7 +165,7 @@ class GradientMonitor(Handler):
 def _norms(tensors: list[Tensor]) -> Tensor:
     """The L2 norm of each, not read."""
     wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-    norms = torch._foreach_norm(tensors, 2.0, dtype=wide)
+    norms = foreach_norm(tensors, 2.0, dtype=wide)
     return torch.stack([norm.to(norms[0].device) for norm in norms]).to(
         torch.float32 if norms[0].device.type == "mps" else torch.float64
     )

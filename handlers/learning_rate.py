@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import (
 from ignite_train.arguments import describe
 from ignite_train.engine.dispatch import attached
 from ignite_train.events import Event, TrainEvents
+from ignite_train.internals.of_torch import parts_of_schedule
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.learning_rates import refuse_other_optimizer
 from ignite_train.model.warm_up_schedule import WarmUpSchedule
@@ -195,7 +196,7 @@ def _compare_length(scheduler: LRScheduler, steps: int, max_epochs: int | None) 
 def _parts(scheduler: LRScheduler) -> list[LRScheduler]:
     """The schedules that determine the rate from now on."""
     if isinstance(scheduler, SequentialLR):
-        return _parts(scheduler._schedulers[-1])
+        return _parts(parts_of_schedule(scheduler)[-1])
     if isinstance(scheduler, ChainedScheduler):
-        return [part for each in scheduler._schedulers for part in _parts(each)]
+        return [part for each in parts_of_schedule(scheduler) for part in _parts(each)]
     return [scheduler]

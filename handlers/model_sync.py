@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from ignite_train.arguments import describe
 from ignite_train.evaluation.evaluator import Evaluator
+from ignite_train.internals.of_torch import RunningNorm
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
@@ -64,7 +64,7 @@ class ModelSync(Handler):
         model = self._model
         if model is None or collectives.world_size() == 1:
             return
-        norms = [module for module in model.modules() if isinstance(module, _NormBase) and module.running_mean is not None]
+        norms = [module for module in model.modules() if isinstance(module, RunningNorm) and module.running_mean is not None]
         if norms:
             _average([(norm.get_buffer("running_mean"), norm.get_buffer("running_var")) for norm in norms])
         averaged = {id(norm.running_mean) for norm in norms} | {id(norm.running_var) for norm in norms}

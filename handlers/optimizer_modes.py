@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ignite_train.arguments import describe
 from ignite_train.evaluation.evaluator import Evaluator
+from ignite_train.internals.of_torch import foreach_copy_
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.averaged_tensors import local_tensors
 from ignite_train.model.learning_rates import refuse_other_optimizer
@@ -87,7 +88,7 @@ class OptimizerModes(Handler):
         finally:
             self.optimizer.train()
             with torch.no_grad():
-                torch._foreach_copy_(self._weights(), kept)
+                foreach_copy_(self._weights(), kept)
 
     def _weights(self) -> list[Tensor]:
         return local_tensors(weight for group in self.optimizer.param_groups for weight in group["params"])

@@ -11,12 +11,12 @@ import torch
 from ignite.engine import Events
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ignite_train.arguments import describe, one_of
 from ignite_train.data.description import length_of
 from ignite_train.evaluation.evaluator import Evaluator, kept_state
+from ignite_train.internals.of_torch import ITERATOR, pytree
 from ignite_train.ranks import collectives
 
 __all__ = ["predict"]
@@ -125,7 +125,7 @@ def _watched(loader: Any) -> tuple[Any, _Indices | None]:
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     indices = _Indices(getattr(loader, name), of_samples=loader.batch_sampler is not None)
     vars(watched)[name] = indices  # torch's __setattr__ refuses it, for loaders that have begun a pass
-    vars(watched)["_iterator"] = None  # persistent workers read the sampler with which they were started
+    vars(watched)[ITERATOR] = None  # persistent workers read the sampler with which they were started
     watched.in_order = True  # else workers give micro-batches as they are ready, and their indices are those of others
     return watched, indices
 

@@ -11,13 +11,13 @@ import torch
 from ignite.engine import Events, RemovableEventHandle
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ignite_train.arguments import did_you_mean, named_ranks
 from ignite_train.errors import TrainingError
 from ignite_train.events import Event, every
+from ignite_train.internals.of_torch import RunningNorm
 from ignite_train.kinds_of_handlers import PiggybackHandler
 from ignite_train.model.optimizers import OneOrSeveralOptimizers, as_optimizers
 from ignite_train.model.tensor_digests import content_digest, tensor_digests
@@ -277,7 +277,7 @@ class StateConsistency(PiggybackHandler):
         yield from _flatten({f"parameter {name}": parameter for parameter, name in names.items()})
         for prefix, module in self.model.named_modules():
             for name, buffer in module.named_buffers(prefix, recurse=False):
-                if not isinstance(module, _NormBase) and name not in self.own_buffers:
+                if not isinstance(module, RunningNorm) and name not in self.own_buffers:
                     yield from _flatten({f"buffer {name}": buffer})
         for called, optimizer in self._optimizers.items():
             yield from self._state_of(optimizer, f" of {called}" if called else "", names)

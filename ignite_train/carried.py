@@ -9,9 +9,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ignite_train.arguments import check_state_dict, describe
+from ignite_train.internals.of_torch import pytree
 
 __all__ = ["Carried"]
 

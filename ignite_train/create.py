@@ -11,13 +11,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from ignite.engine import Events, _prepare_batch
+from ignite.engine import Events
 from ignite.utils import manual_seed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from ignite_train.arguments import describe, did_you_mean, one_of, real_number
 from ignite_train.data.dealing import ElasticDealing
@@ -26,6 +25,8 @@ from ignite_train.device.to_device import transfer_to
 from ignite_train.events import TrainEvents
 from ignite_train.fast.choose import choose
 from ignite_train.forward import Forward, ForwardOutput, bind_forward, names_model
+from ignite_train.internals.of_ignite import prepare_as_ignite
+from ignite_train.internals.of_torch import Loss, donates_buffers, pytree
 from ignite_train.model.gradients import Gradients, PartedGradients
 from ignite_train.model.learning_rates import LearningRates
 from ignite_train.model.loss_declaration import without_first_look
@@ -263,7 +264,7 @@ def create_supervised_trainer(
     loss_fn: Callable[[Any, Any], Tensor],
     device: str | torch.device | None = None,
     non_blocking: bool = False,
-    prepare_batch: Callable[..., tuple[Any, Any]] = _prepare_batch,  # type: ignore[assignment]
+    prepare_batch: Callable[..., tuple[Any, Any]] = prepare_as_ignite,
     model_transform: Callable[[Any], Any] = lambda output: output,
     output_transform: Callable[[Any, Any, Any, Any], Any] | None = None,
     deterministic: bool = False,
@@ -336,9 +337,9 @@ def create_supervised_trainer(
         raise TypeError(f"deterministic must be True or False, got {describe(deterministic)}")
     precision, loss_scaling = _of_ignite(amp_mode, scaler, precision, loss_scaling)
     _check_functions(loss_fn, device, prepare_batch=prepare_batch, model_transform=model_transform, model_fn=model_fn)
-    is_sum = isinstance(loss_fn, nn.modules.loss._Loss) and loss_fn.reduction == "sum"
+    is_sum = isinstance(loss_fn, Loss) and loss_fn.reduction == "sum"
     last = None if output_transform is None else _LastMicroBatch(output_transform)
-    is_prepared = prepare_batch is _prepare_batch and device is None  # then Ignite's function changes nothing
+    is_prepared = prepare_batch is prepare_as_ignite and device is None  # then Ignite's function changes nothing
 
     def forward(model: nn.Module, batch: Any) -> ForwardOutput:
         x, y = batch if is_prepared else prepare_batch(batch, device=device, non_blocking=non_blocking)
@@ -366,7 +367,7 @@ def create_supervised_trainer(
         trainer.add_event_handler(TrainEvents.FORWARD_COMPLETED, last.keep)
     if deterministic:
         _be_deterministic(trainer)
-    return _refuse_other_than_pairs(trainer) if prepare_batch is _prepare_batch else trainer
+    return _refuse_other_than_pairs(trainer) if prepare_batch is prepare_as_ignite else trainer
 
 
 def _check_functions(loss_fn: Any, device: Any, **others: Any) -> None:
@@ -608,7 +609,7 @@ def _loss_scaling(loss_scaling: Any, precision: PrecisionName) -> LossScaling:
 
 def _check_combinations(options: UpdateOptions, limits: Mapping[str, float], *, compiled: bool) -> None:
     retains = options.retain_graph and not options.compiled_autograd
-    if compiled and retains and torch._functorch.config.donated_buffer:
+    if compiled and retains and donates_buffers():
         raise ValueError(
             "retain_graph must be False with compile: backward of compiled code writes into what it has read; leave it out, or "
             "set torch._functorch.config.donated_buffer = False before"

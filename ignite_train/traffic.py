@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ignite_train.internals.of_torch import COLLECTIVE_NAMESPACES, COPY, READ, DispatchMode, indices_of, pytree, values_of
 
 __all__ = ["Counted", "Traffic", "count_traffic"]
 
 _TORCH = str(Path(torch.__file__).parent)
 _READS = {"tolist", "numpy", "__array__", "__dlpack__", "__repr__"}  # torch's dispatcher does not see all of these
-_COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional"}
 _NO_COLLECTIVES = {"wait_tensor"}
 
 
@@ -104,7 +103,7 @@ class _Calls(TorchFunctionMode):
         self.counted = bool(self.name)
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operations(DispatchMode):  # type: ignore[no-untyped-call]
     """Counts collectives, and reads that are operations of their own, also those in backward."""
 
     def __init__(self, traffic: Traffic, watched: str, calls: _Calls) -> None:
@@ -112,13 +111,13 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._traffic, self._watched, self._calls = traffic, watched, calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        space, _, name = str(func._schema.name).partition("::")
-        if space in _COLLECTIVES and name not in _NO_COLLECTIVES:
+        name = func.overloadpacket.__name__
+        if func.namespace in COLLECTIVE_NAMESPACES and name not in _NO_COLLECTIVES:
             tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self._traffic.collectives.append(Counted(name, _place(), sum(map(_num_bytes, tensors))))
         result = func(*args, **(kwargs or {}))
-        is_copy = name in {"_to_copy", "copy_"} and self._watched != "cpu" and result.device.type == "cpu"
-        if (is_copy or name == "_local_scalar_dense") and args[name == "copy_"].device.type == self._watched:  # its source
+        is_copy = name in {COPY, "copy_"} and self._watched != "cpu" and result.device.type == "cpu"
+        if (is_copy or name == READ) and args[name == "copy_"].device.type == self._watched:  # its source
             self._calls.count(name)
         return result
 
@@ -126,7 +125,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _num_bytes(tensor: Tensor) -> int:
     """Of a sparse tensor, the bytes of its indices and values."""
     if tensor.layout is torch.sparse_coo:
-        return tensor._indices().nbytes + tensor._values().nbytes
+        return indices_of(tensor).nbytes + values_of(tensor).nbytes
     return tensor.nbytes
 
 

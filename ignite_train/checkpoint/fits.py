@@ -37,6 +37,7 @@ from ignite_train.checkpoint.run_objects import (
 from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.tree import DTYPES, TensorForm, decode, dtype_name, form_of
 from ignite_train.errors import CheckpointError
+from ignite_train.internals.of_torch import LATEST_RATES, parts_of_schedule
 from ignite_train.model.memory_layout import as_bytes
 from ignite_train.model.optimizers import GathersState, InnerState, has_own_form
 from ignite_train.model.warm_up_schedule import WarmUpSchedule
@@ -543,7 +544,7 @@ def _schedule_problems(
             for state in (saved, current)
         ]
         found: list[Difference | str] = [*differences(options[0], options[1], _same_kind)]
-        for key in ("base_lrs", "_last_lr"):
+        for key in ("base_lrs", LATEST_RATES):
             if key in current and not (isinstance(saved.get(key), list) and 0 < len(saved[key]) <= len(groups)):
                 found.append(f"it has {saved.get(key)!r:.60} for the {len(groups)} parameter groups")
         yield from found
@@ -592,7 +593,7 @@ def _why_no_multiples(schedule: Any) -> str:
     values = schedule.state_dict()
     if values.get("eta_min"):
         return f"{type(schedule).__name__} has eta_min={values['eta_min']!r}, which is not a multiple of lr"
-    return next((reason for part in vars(schedule).get("_schedulers", ()) if (reason := _why_no_multiples(part))), "")
+    return next((reason for part in parts_of_schedule(schedule) if (reason := _why_no_multiples(part))), "")
 
 
 # --- settings ---

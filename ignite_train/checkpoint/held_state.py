@@ -19,6 +19,7 @@ from ignite_train.checkpoint.directory import Contents
 from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.tree import is_composed
 from ignite_train.engine.dispatch import Stateful, attached
+from ignite_train.internals.of_torch import version_of
 
 __all__ = ["HeldState"]
 
@@ -78,11 +79,11 @@ class HeldState:
         """Whether it was changed in place since it was first asked about."""
         if tensor.is_inference():  # which has no version
             return False
-        now = weakref.ref(tensor), tensor._version
+        now = weakref.ref(tensor), version_of(tensor)
         before, version = self._versions.setdefault(id(tensor), now)
         if before() is not tensor:  # that one is freed, and this one has its place
             self._versions[id(tensor)] = now
-        return before() is tensor and version != tensor._version
+        return before() is tensor and version != version_of(tensor)
 
 
 def _held(run: SavedRun) -> Iterator[tuple[str, str, list[Tensor]]]:

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.checkpoint.tree import dtype_name
 from ignite_train.engine.dispatch import Attachable, Stateful
+from ignite_train.internals.of_torch import buffers_of
 from ignite_train.model.memory_layout import own_memory
 from ignite_train.model.optimizers import GathersState, InnerState
 from ignite_train.trainer import Trainer
@@ -211,7 +212,7 @@ def _writable_buffers(module: nn.Module) -> Iterator[None]:
 
     Afterwards each is the expanded one again with what was loaded, or stays a copy if that differs along what was expanded.
     """
-    owners = [part._buffers for part in module.modules() if isinstance(part._buffers, dict)]  # a scripted module has another
+    owners = [held for part in module.modules() if isinstance(held := buffers_of(part), dict)]  # a scripted module has another
     expanded = [
         (owner, name, buffer, buffer.contiguous())
         for owner in owners

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils import _pytree as pytree
 
 from ignite_train.carried import Carried
 from ignite_train.checkpoint.directory import Contents
@@ -25,6 +24,7 @@ from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.tree import ComposedTensor, KeyPath, TensorForm, class_name, decode, is_composed, tensors_in
 from ignite_train.engine.dispatch import Stateful
 from ignite_train.errors import CheckpointError
+from ignite_train.internals.of_torch import LATEST_RATES, parts_of_schedule, pytree
 from ignite_train.model.optimizers import GathersState, InnerState, each_optimizer, load_optimizer_state
 from ignite_train.model.random_state import check_generators, restore_random_state, seed_new_rank
 from ignite_train.ranks import collectives
@@ -302,8 +302,8 @@ def _rescale(schedule: LRScheduler, optimizer: Optimizer, bases: Sequence[float]
     """Gives a schedule other base rates at its current place; the rates of `optimizer` are multiples of them already."""
     if "base_lrs" in vars(schedule):  # a sequence of schedules has none of its own
         schedule.base_lrs = [*bases[: len(schedule.base_lrs)]]
-    schedule._last_lr = [float(group["lr"]) for group in optimizer.param_groups]
-    for part in vars(schedule).get("_schedulers", ()):
+    vars(schedule)[LATEST_RATES] = [float(group["lr"]) for group in optimizer.param_groups]
+    for part in parts_of_schedule(schedule):
         _rescale(part, optimizer, bases)
 
 

@@ -26,6 +26,7 @@ from ignite_train.checkpoint.manifest import FileRecord, checked_json, compact_j
 from ignite_train.checkpoint.tree import DTYPES, dtype_name
 from ignite_train.device.streams import has_streams
 from ignite_train.errors import CheckpointError
+from ignite_train.internals.of_torch import foreach_copy_
 from ignite_train.model.memory_layout import as_bytes
 from ignite_train.ranks.root_mesh import is_first_holder
 
@@ -301,7 +302,7 @@ class Snapshot:
         }
         sources = [piece.data for piece in pieces.values()]
         if sources:
-            torch._foreach_copy_([*buffers.values()], sources, non_blocking=True)
+            foreach_copy_([*buffers.values()], sources, non_blocking=True)
         await_devices(pieces)
         self._memory, self._layouts = buffers, layouts
         return {name: Piece(buffers[name], piece.box, piece.whole) for name, piece in pieces.items()}

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ignite_train.internals.of_torch import version_of
 from ignite_train.model.memory_layout import as_bytes
 from ignite_train.model.memory_layout import bytes_at as _bytes_at
 
@@ -98,7 +99,7 @@ def _parts(micro_batch: Any) -> _Parts:
 
 
 def _of_tensor(tensor: Tensor) -> tuple[int, int, bytes]:
-    version = 0 if tensor.is_inference() else tensor._version
+    version = 0 if tensor.is_inference() else version_of(tensor)
     is_usual = not (tensor.is_nested or tensor.is_meta or tensor.is_quantized)
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or not is_usual:
         return 0, version, b""

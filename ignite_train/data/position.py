@@ -15,6 +15,7 @@ from ignite_train.arguments import COUNT, check_fields
 from ignite_train.data.description import Seekable, attributes_of_samplers, changes, describe_data, length_of
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.errors import CheckpointError, TrainingError
+from ignite_train.internals.of_torch import pass_of, sampler_pass_of
 from ignite_train.model.random_state import (
     capture_random_state,
     generators_within,
@@ -44,7 +45,7 @@ def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
     A DataLoader draws a seed when it starts its workers. Persistent workers start once in a process, so that the first pass of
     a resumed process would draw once more than the same pass did before. That seed is drawn from a copy of the generator.
     """
-    if not isinstance(loader, DataLoader) or not loader.persistent_workers or loader._iterator is not None:
+    if not isinstance(loader, DataLoader) or not loader.persistent_workers or pass_of(loader) is not None:
         return iter(loader)
     own = loader.generator
     loader.generator = torch.Generator()
@@ -357,9 +358,7 @@ class DataPosition:
 
 def _pass_of(loader: Iterable[Any]) -> object:
     """What stands for the pass that persistent workers make: torch has one for each. Without such workers it is None."""
-    return (
-        vars(loader._iterator).get("_sampler_iter") if isinstance(loader, DataLoader) and loader._iterator is not None else None
-    )
+    return sampler_pass_of(loader) if isinstance(loader, DataLoader) else None
 
 
 def _is_stream(loader: Iterable[Any]) -> bool:

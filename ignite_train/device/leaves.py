@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from ignite_train.internals.of_torch import pytree
 
 __all__ = ["leaves", "map_leaves", "own_to"]
 

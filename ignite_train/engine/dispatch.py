@@ -13,12 +13,21 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from ignite.engine import CallableEventWithFilter, Engine, EventEnum, EventsList, RemovableEventHandle
+from ignite.engine import Engine, EventEnum, EventsList, RemovableEventHandle
 from ignite.engine import State as IgniteState
 
 from ignite_train.arguments import did_you_mean, settings_of
 from ignite_train.engine.sections import Sections, unmeasured
 from ignite_train.events import Event, EveryNth
+from ignite_train.internals.of_ignite import (
+    EVERY_NTH,
+    PARENT,
+    Entry,
+    OpenEngine,
+    add_event_attributes,
+    handlers_by_event,
+    registered_events,
+)
 
 __all__ = [
     "Attachable",
@@ -32,9 +41,6 @@ __all__ = [
     "is_of_library",
     "stateful_handlers",
 ]
-
-
-_IGNITES_EVERY_NTH = CallableEventWithFilter.every_event_filter(1).__code__
 
 
 class Stage(IntEnum):
@@ -107,7 +113,7 @@ class Attachable:
         return ()
 
 
-class Dispatcher(Engine):
+class Dispatcher(OpenEngine):
     """An Ignite engine with cheaper calls of handlers, and stages of an event.
 
     Handlers, events and filters are Ignite's. What differs:
@@ -131,13 +137,14 @@ class Dispatcher(Engine):
         self._sections: Sections | None = None  # where something measures how the time divides into sections
         self.begin_section: Callable[[str], object] = unmeasured
         super().__init__(process)
+        self._handlers = handlers_by_event(self)  # the same dict, which an event is looked up in
         self.logger = logging.getLogger("ignite_train")
 
     def register_events(self, *event_names: Any, event_to_attr: dict[Any, str] | None = None) -> None:
         """Adds events that can be fired; `event_to_attr` names the state attribute that their filters look at."""
         super().register_events(*event_names, event_to_attr=event_to_attr)
         for event in event_names:  # the key is what is fired, not an equal with a filter, and is found by identity
-            self._event_handlers.setdefault(event, [])
+            handlers_by_event(self).setdefault(event, [])
 
     def add_event_handler(self, event_name: Any, handler: Any, *args: Any, **kwargs: Any) -> RemovableEventHandle:
         """As in Ignite. If `handler`, or the object whose method it is, has a state, it is saved with every checkpoint."""
@@ -145,7 +152,7 @@ class Dispatcher(Engine):
         if isinstance(event_name, EventsList):  # Ignite calls this method again for each of them
             return super().add_event_handler(event_name, handler, *args, **kwargs)
         handle = super().add_event_handler(event_name, handler, *args, **kwargs)
-        self._stages.move(event_name, self._event_handlers[event_name])
+        self._stages.move(event_name, self._handlers[event_name])
         _list_stateful(self._stateful, handler)
         self._handlers_changed()
         return handle
@@ -183,7 +190,7 @@ class Dispatcher(Engine):
 
     def has_handlers(self, event: Any) -> bool:
         """Whether `event` has handlers, with or without a filter."""
-        return bool(self._event_handlers.get(event))
+        return bool(self._handlers.get(event))
 
     def fire_event(self, event_name: Any, **event_kwargs: Any) -> None:
         """Calls the handlers of `event_name`; without handlers it costs one look-up.
@@ -192,7 +199,7 @@ class Dispatcher(Engine):
             event_name: the event.
             event_kwargs: what each handler gets by name, beside its own arguments.
         """
-        handlers = self._event_handlers.get(event_name)
+        handlers = self._handlers.get(event_name)
         self.last_event_name = event_name
         if handlers:
             state = self.state
@@ -208,40 +215,40 @@ class Dispatcher(Engine):
             finally:
                 self._sections.switch(before)
         elif handlers is None:
-            self._assert_allowed_event(event_name)
-            self._event_handlers[event_name] = []  # known from here on
+            self._check_registered(event_name)
+            self._handlers[event_name] = []  # known from here on
 
-    def _fire_event(self, event_name: Any, *event_args: Any, **event_kwargs: Any) -> None:
-        self.last_event_name = event_name
-        handlers = self._event_handlers.get(event_name, [])
-        _call_all(handlers, self.state, event_args, event_kwargs, _first_due(handlers, self.state))
+    def _fire(self, event: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.last_event_name = event
+        handlers = self._handlers.get(event, [])
+        _call_all(handlers, self.state, args, kwargs, _first_due(handlers, self.state))
 
-    def _assert_allowed_event(self, event_name: Any) -> None:
-        name = event_name if isinstance(event_name, str) else getattr(event_name, "name", repr(event_name))
-        known = {event.name if isinstance(event, EventEnum) else event for event in self._allowed_events}
+    def _check_registered(self, event: Any) -> None:
+        name = event if isinstance(event, str) else getattr(event, "name", repr(event))
+        known = {one.name if isinstance(one, EventEnum) else one for one in registered_events(self)}
         if name not in known:
             hint = did_you_mean(name, known)
             raise ValueError(f"event must be one registered on this {type(self).__name__}, got {name!r}{hint}")
 
-    def _handler_wrapper(self, handler: Callable[..., Any], event_name: Any, event_filter: Any) -> Callable[..., Any]:
+    def _filtered(self, handler: Callable[..., Any], event: Any, event_filter: Any) -> Callable[..., Any]:
         """As in Ignite, but filters get a proxy of the engine, so that engine and handler do not form a cycle.
 
         The counter is looked up once and not at each event, because the hash of an event is computed in Python.
         """
-        self._assert_allowed_event(event_name)
-        self.state.get_event_attrib_value(event_name)  # raises an error if the event has no counter
-        engine, attribute = weakref.proxy(self), self.state.event_to_attr[event_name]
+        self._check_registered(event)
+        self.state.get_event_attrib_value(event)  # raises an error if the event has no counter
+        engine, attribute = weakref.proxy(self), self.state.event_to_attr[event]
         if (number := _number_of(event_filter)) is not None:
             early = event_filter.early if isinstance(event_filter, EveryNth) else frozenset()
             return _EveryNthHandler(handler, engine, attribute, number, early)
 
         @functools.wraps(handler)
-        def filtered(*args: Any, **kwargs: Any) -> None:
+        def if_due(*args: Any, **kwargs: Any) -> None:
             if event_filter(engine, getattr(engine.state, attribute)):
                 handler(*args, **kwargs)
 
-        filtered._parent = weakref.ref(handler)  # type: ignore[attr-defined]  # by which Ignite finds the handler
-        return filtered
+        vars(if_due)[PARENT] = weakref.ref(handler)
+        return if_due
 
 
 class _Stages:
@@ -284,7 +291,7 @@ class _EveryNthHandler:
     def __init__(self, handler: Callable[..., Any], engine: Any, attribute: str, number: int, early: frozenset[int]) -> None:
         functools.update_wrapper(self, handler, updated=())
         self.engine, self.attribute, self.number, self.early = engine, attribute, number, early
-        self._parent = weakref.ref(handler)  # by which Ignite finds the handler
+        vars(self)[PARENT] = weakref.ref(handler)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Calls the handler if it is due."""
@@ -297,7 +304,7 @@ def _number_of(event_filter: Any) -> int | None:
     """The number of a filter `every=number`, of ours or Ignite's; None for other filters."""
     if isinstance(event_filter, EveryNth):
         return event_filter.number
-    if isinstance(event_filter, types.FunctionType) and event_filter.__code__ is _IGNITES_EVERY_NTH:
+    if isinstance(event_filter, types.FunctionType) and event_filter.__code__ is EVERY_NTH:
         return inspect.getclosurevars(event_filter).nonlocals.get("every")
     return None
 
@@ -308,14 +315,14 @@ def add_counters(state: IgniteState, event_to_attr: Mapping[Any, str]) -> None:
     The events are put into Ignite's map of the whole process too, unless they are there, since loggers look there.
     """
     state.event_to_attr.update(event_to_attr)
-    state._update_attrs()
+    add_event_attributes(state)
     for event, attribute in event_to_attr.items():
         IgniteState.event_to_attr.setdefault(event, attribute)
 
 
-def entries(engine: Engine, event: Any) -> tuple[Any, ...]:
+def entries(engine: Engine, event: Any) -> tuple[Entry, ...]:
     """The handlers of `event` as Ignite stores them, for `call`."""
-    return tuple(engine._event_handlers.get(event, ()))
+    return tuple(handlers_by_event(engine).get(event, ()))
 
 
 def attached(engine: Engine) -> list[tuple[Any, Any, tuple[Any, ...]]]:
@@ -325,7 +332,7 @@ def attached(engine: Engine) -> list[tuple[Any, Any, tuple[Any, ...]]]:
         Of each handler its event, itself without a filter, and its arguments apart from the engine.
     """
     found: list[tuple[Any, Any, tuple[Any, ...]]] = []
-    for event, entries in engine._event_handlers.items():
+    for event, entries in handlers_by_event(engine).items():
         for handler, args, kwargs in entries:
             given = args[1:] if args and isinstance(args[0], weakref.ref) else args  # such a reference is to the engine
             found.append((event, inspect.unwrap(handler), (*given, *kwargs.values())))
@@ -416,7 +423,7 @@ def _call_all(handlers: list[Any], state: Any, event_args: tuple[Any, ...], even
         place = _first_due(handlers, state, place + 1)
 
 
-def call(entry: tuple[Any, tuple[Any, ...], dict[str, Any]], event_args: tuple[Any, ...], event_kwargs: Any) -> None:
+def call(entry: Entry, event_args: tuple[Any, ...], event_kwargs: Any) -> None:
     """Calls one handler as Ignite stores it: with the engine first if its signature takes one."""
     handler, args, kwargs = entry
     first: tuple[Any, ...] = ()

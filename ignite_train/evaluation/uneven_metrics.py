@@ -12,7 +12,7 @@ from ignite.metrics import Metric
 
 from ignite_train.engine.dispatch import attached
 from ignite_train.ranks import collectives
-from ignite_train.ranks.computation_model import compute_on
+from ignite_train.ranks.compute_on import compute_on
 
 __all__ = ["metrics_published_at", "uneven_metrics"]
 

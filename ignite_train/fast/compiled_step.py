@@ -11,8 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from ignite_train.internals.of_torch import (
+    backward_hooks_of,
+    late_hooks_of,
+    modules_of,
+    parameters_of,
+    step_post_hooks_of,
+    step_post_hooks_of_all,
+    step_pre_hooks_of,
+    step_pre_hooks_of_all,
+)
 from ignite_train.model.memory_layout import is_lost
 from ignite_train.model.optimizers import is_torchs, is_wrapped_by_scheduler
 
@@ -28,7 +37,7 @@ _SWITCHES_OF_SGD = ("maximize", "momentum", "nesterov", "weight_decay")
 _SWITCHES_OF_ADAM = ("amsgrad", "decoupled_weight_decay", "maximize", "weight_decay")
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # called by `map`: what is asked in each update about each tensor must cost little
-_REQUIRES_GRAD, _HOOKS, _LATE_HOOKS = map(attrgetter, ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"))
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class StepPlan(NamedTuple):
@@ -134,15 +143,10 @@ class CompiledStep:
     def why_not(self) -> str | None:
         """Why no graph can make the step of this update; asked in each, as hooks and options come and go."""
         optimizer = self._optimizer
-        if (
-            optimizer._optimizer_step_pre_hooks
-            or optimizer._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
-        ):
+        if step_pre_hooks_of(optimizer) or step_post_hooks_of(optimizer) or step_pre_hooks_of_all or step_post_hooks_of_all:
             return "the optimizer's step has a hook"
         for known in self._groups:
-            if any(map(_HOOKS, known.listed)) or any(map(_LATE_HOOKS, known.listed)):
+            if any(map(backward_hooks_of, known.listed)) or any(map(late_hooks_of, known.listed)):
                 return "a parameter has a hook that looks at its gradient"
         step, kind = vars(optimizer).get("step"), type(optimizer)
         if kind.step is not self._class_step or not (step is None or is_wrapped_by_scheduler(step, kind)):
@@ -239,7 +243,7 @@ class CompiledStep:
 
     def _find_names(self) -> None:
         self._names = {parameter: name for name, parameter in self._model.named_parameters()}
-        owners = [owner for module in self._model.modules() for owner in (module._modules, module._parameters)]
+        owners = [owner for module in self._model.modules() for owner in (modules_of(module), parameters_of(module))]
         self._owners = [owner for owner in owners if owner]
         self._there = _contents(self._owners)
 

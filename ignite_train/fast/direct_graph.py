@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ignite_train.internals.of_torch import version_of
+
 __all__ = ["direct_graph", "inductor"]
 
 _watching = threading.RLock()  # a call is watched in the class of all graphs
@@ -95,7 +97,7 @@ def _watched(compiled: Compiled, inputs: Sequence[Any]) -> tuple[Any, Compiled |
         calls.append((graph, kept, returned))
         return returned
 
-    versions = [one._version for one in inputs]
+    versions = [version_of(one) for one in inputs]
     with _watching:
         ordinary = CompiledFxGraph.__call__
         CompiledFxGraph.__call__ = watching  # type: ignore[assignment, method-assign]
@@ -103,7 +105,7 @@ def _watched(compiled: Compiled, inputs: Sequence[Any]) -> tuple[Any, Compiled |
             outputs = compiled(*inputs)
         finally:
             CompiledFxGraph.__call__ = ordinary  # type: ignore[method-assign]
-    changed = tuple([index for index, one in enumerate(inputs) if one._version != versions[index]])
+    changed = tuple([index for index, one in enumerate(inputs) if version_of(one) != versions[index]])
     if len(calls) != 1:
         return outputs, None, changed
     (graph, given, returned), made = calls[0], [*outputs]

@@ -17,8 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from ignite_train.internals.of_torch import (
+    foreach_add_,
+    foreach_sub_,
+    step_post_hooks_of,
+    step_post_hooks_of_all,
+    step_pre_hooks_of,
+    step_pre_hooks_of_all,
+)
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.group_tensors import GroupTensors, SteppedGroup, gather
 from ignite_train.model.memory_layout import pairs_with
@@ -36,7 +43,7 @@ _KNOWN = {  # the options that each of them has in torch 2.13; one that is not h
 }
 _KNOWN[AdamW] = _KNOWN[Adam]
 _SWITCHES = {"amsgrad", "dampening", "lr_decay", "maximize", "momentum", "nesterov", "weight_decay"}
-_PRIVATE = [(torch, f"_fused_{name}_") for name in ("sgd", "adam", "adamw", "adagrad")]
+_PRIVATE = [(torch, name) for name in ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")]
 _PRIVATE += [(torch.autograd, "_profiler_enabled"), (torch._C, "_set_grad_enabled")]
 _SETTABLE = {"grad_scale", "found_inf", "_init_group", "_optimizer_step_code"}  # attributes that change a step
 _NOTHING, _STRIDED, _LAYOUT = repeat(None), repeat(torch.strided), attrgetter("layout")
@@ -137,12 +144,7 @@ class DirectStep:
             return "the step of its class has been replaced"
         if not _SETTABLE.isdisjoint(vars(optimizer)):
             return "an attribute of it changes what its step does"
-        if (
-            optimizer._optimizer_step_post_hooks
-            or _global_optimizer_post_hooks
-            or optimizer._optimizer_step_pre_hooks
-            or _global_optimizer_pre_hooks
-        ):
+        if step_post_hooks_of(optimizer) or step_post_hooks_of_all or step_pre_hooks_of(optimizer) or step_pre_hooks_of_all:
             return "its step has a hook"
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             return "a profiler is running, which shows its step"
@@ -243,7 +245,7 @@ def _make(calls: Sequence[_Call], grad_scale: Tensor | None, found_inf: Tensor |
             _count_up(steps)
             kernel(*lists, steps, **options, grad_scale=grad_scale, found_inf=found_inf)
             if found_inf is not None:
-                torch._foreach_sub_(steps, [found_inf] * len(steps))
+                foreach_sub_(steps, [found_inf] * len(steps))
     finally:
         torch._C._set_grad_enabled(grad_enabled)
 
@@ -258,7 +260,7 @@ def _count_up(steps: list[Tensor]) -> None:
             _Number.from_address(step.data_ptr()).value += 1.0  # rounded as torch rounds it
         torch.autograd.graph.increment_version(steps)
     else:
-        torch._foreach_add_(steps, 1)
+        foreach_add_(steps, 1)
 
 
 def _irregularity(call: _Call) -> str | None:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ignite_train.device.to_host import is_on_host
 from ignite_train.fast.direct_step import DirectStep
+from ignite_train.internals.of_torch import step_post_hooks_of, step_post_hooks_of_all, step_pre_hooks_of, step_pre_hooks_of_all
 from ignite_train.model.group_tensors import SteppedGroup, gather
 from ignite_train.model.optimizers import is_wrapped_by_scheduler
 from ignite_train.update.stepper import OneStepper, SeveralSteppers
@@ -106,7 +106,7 @@ class FoldedStep:
     def why_not_queued(self) -> str | None:
         """Why a folded step could not be skipped by the device without a trace; asked at each step."""
         optimizer = self._optimizer
-        if optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
+        if step_post_hooks_of(optimizer) or step_post_hooks_of_all:
             return "a post-hook of its step would be called for a step that was skipped"
         for group in optimizer.param_groups:
             if type(optimizer) is SGD and group["momentum"] == 0:
@@ -128,7 +128,7 @@ class FoldedStep:
             kernels.look()
         if not all(group["fused"] for group in optimizer.param_groups):
             return _NOT_FUSED
-        if optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
+        if step_pre_hooks_of(optimizer) or step_pre_hooks_of_all:
             return "a pre-hook of its step may look at the gradients"
         step = vars(optimizer).get("step")
         if step is not None and not is_wrapped_by_scheduler(step, type(optimizer)):

@@ -15,6 +15,7 @@ from ignite_train.arguments import COUNT, MAPPING, check_fields, check_same_mode
 from ignite_train.engine.dispatch import attached
 from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.events import Event, TrainEvents
+from ignite_train.internals.of_torch import foreach_copy_
 from ignite_train.kinds_of_handlers.handler import Handler
 from ignite_train.model.averaged_tensors import (
     averaged_statistics,
@@ -108,14 +109,14 @@ class AveragingHandler(Handler):
             self._take_over_statistics()
             weights, averages = local_tensors(averaged_tensors(model).values()), local_tensors(self._averages.values())
             kept = [weight.to(average.device, copy=True) for weight, average in zip(weights, averages, strict=True)]
-            torch._foreach_copy_(weights, averages)
+            foreach_copy_(weights, averages)
         self._is_swapped_in = True
         try:
             yield
         finally:
             self._is_swapped_in = False
             with torch.no_grad():
-                torch._foreach_copy_(local_tensors(averaged_tensors(model).values()), kept)
+                foreach_copy_(local_tensors(averaged_tensors(model).values()), kept)
 
     def __call__(self) -> None:
         """Averages once.
@@ -164,7 +165,7 @@ class AveragingHandler(Handler):
         if self.num_updates == 0:
             weights = averaged_tensors(self._attached())
             with torch.no_grad():
-                torch._foreach_copy_(local_tensors(self._averages.values()), local_tensors(weights.values()))
+                foreach_copy_(local_tensors(self._averages.values()), local_tensors(weights.values()))
 
     def _average(self, value: Tensor) -> Tensor:
         dtype = torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype

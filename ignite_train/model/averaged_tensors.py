@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
+
+from ignite_train.internals.of_torch import RunningNorm, foreach_lerp_
 
 __all__ = ["averaged_statistics", "averaged_tensors", "local_tensors", "move_towards", "names_of_tensors", "plain_name"]
 
@@ -32,7 +33,7 @@ def averaged_statistics(model: nn.Module) -> dict[str, Tensor]:
     """The running means and variances of the normalisation layers that have them."""
     found = {}
     for prefix, module in model.named_modules():
-        if isinstance(module, _NormBase) and module.running_mean is not None:
+        if isinstance(module, RunningNorm) and module.running_mean is not None:
             for name in ("running_mean", "running_var"):
                 found[plain_name(f"{prefix}.{name}".lstrip("."))] = module.get_buffer(name)
     return found
@@ -51,7 +52,7 @@ def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def move_towards(averages: Mapping[str, Tensor], weights: Mapping[str, Tensor], share: float) -> None:
-    """Moves each average: average ← average + share · (weight - average), in one `_foreach_lerp_`.
+    """Moves each average: average ← average + share · (weight - average), in one call of a kernel.
 
     Args:
         averages: by name; changed in place.
@@ -61,4 +62,4 @@ def move_towards(averages: Mapping[str, Tensor], weights: Mapping[str, Tensor], 
     with torch.no_grad():
         moved, targets = local_tensors(averages.values()), local_tensors(weights.values())
         targets = [target.to(average.device, average.dtype) for target, average in zip(targets, moved, strict=True)]
-        torch._foreach_lerp_(moved, targets, share)
+        foreach_lerp_(moved, targets, share)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ignite_train.internals.of_torch import buffers_of, foreach_copy_
 from ignite_train.model.memory_layout import own_memory
 
 __all__ = ["BufferRollback"]
@@ -36,12 +37,12 @@ class BufferRollback:
         """Remembers them as they are now."""
         if not self._is_needed:
             return
-        self._owners = [(owner, {**owner}) for module in self._module.modules() if (owner := module._buffers)]
+        self._owners = [(owner, {**owner}) for module in self._module.modules() if (owner := buffers_of(module))]
         buffers = [*{id(one): one for _, own in self._owners for one in own.values() if one is not None}.values()]
         if not buffers:
             return
         if self._has_copies_for(buffers):
-            torch._foreach_copy_(self._copies, buffers)
+            foreach_copy_(self._copies, buffers)
         else:
             self._copied, self._copies = buffers, [own_memory(buffer).clone() for buffer in buffers]
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ignite_train.arguments import describe
 from ignite_train.forward import BoundForward, Forward, ForwardOutput, as_forward_output, bind_forward, is_declared
+from ignite_train.internals.of_torch import pytree
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.loss_declaration import check_declaration
 from ignite_train.model.precision import Precision

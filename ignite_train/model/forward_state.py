@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from copy import copy, deepcopy
 from itertools import chain
-from operator import attrgetter
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from ignite_train.carried import Carried
 from ignite_train.errors import TrainingError
+from ignite_train.internals.of_torch import buffers_of, parameters_of, pytree, version_of
 from ignite_train.model.buffer_rollback import BufferRollback
 from ignite_train.model.micro_batch_rollback import MicroBatchRollback, content_of, same_content
 from ignite_train.model.objects_used import CONTAINERS, MAX_ENTRIES, attributes_of, is_accounted_for, objects_used
@@ -26,7 +25,6 @@ from ignite_train.model.random_state import NUMPY, PYTHON, Generator, RandomStat
 __all__ = ["ForwardMark", "ForwardState"]
 
 _OF_EACH_MODULE = vars(nn.Module()).keys()
-_VERSION = attrgetter("_version")
 _WRAPPERS = (DistributedDataParallel, FSDPModule)  # their reductions are under way, whether the forward counts or not
 
 
@@ -48,7 +46,7 @@ class _Kept(NamedTuple):
 
     def has_moved(self) -> bool:
         """Whether something has written to it. Its values are compared too: a change of `.data` has no version."""
-        if self.tensor._version != self.version or _address(self.tensor) != _address(self.alias):
+        if version_of(self.tensor) != self.version or _address(self.tensor) != _address(self.alias):
             return True
         now = _norm(self.alias) if self.is_norm else self.alias
         return not same_content(content_of(now), content_of(self.values))
@@ -162,7 +160,7 @@ class ForwardState:
         containers = [one for one in values if isinstance(one, CONTAINERS) and len(one) <= MAX_ENTRIES]
         values += [entry for one in containers for entry in (one.values() if isinstance(one, dict) else one)]
         if not self._watches_tensors:
-            attributes += [one._buffers for one in self.modules]
+            attributes += [buffers_of(one) for one in self.modules]
             attributes += [held for one in self._reached if (held := attributes_of(one)) is not None]
             containers += [one for one in self._reached if type(one) in CONTAINERS and len(one) <= MAX_ENTRIES]
         return ForwardMark(
@@ -262,7 +260,7 @@ class ForwardState:
     # --- parameters -----------------------------------------------------------------------------------------------------------
 
     def _look_at(self, attributes: Sequence[Tensor]) -> tuple[list[_Kept], _Places]:
-        parameters = [one for module in self.modules for one in module._parameters.values() if one is not None]
+        parameters = [one for module in self.modules for one in parameters_of(module).values() if one is not None]
         tensors = [one for one in {id(one): one for one in (*parameters, *attributes)}.values() if not one.is_inference()]
         looked_at = [one for one in tensors if (self._looks_at_values or id(one) in self._moving) and _is_plain(one)]
         kept = [self._kept(one) for one in looked_at]
@@ -279,7 +277,7 @@ class ForwardState:
     def _kept(self, tensor: Tensor) -> _Kept:
         alias = tensor.detach()
         is_copied = self._copies_at_first or id(tensor) in self._moving
-        return _Kept(tensor, tensor._version, alias, alias.clone() if is_copied else _norm(alias), not is_copied)
+        return _Kept(tensor, version_of(tensor), alias, alias.clone() if is_copied else _norm(alias), not is_copied)
 
     @torch.no_grad()
     def _put_tensors_back(self, mark: ForwardMark, stepped: Sequence[Tensor]) -> None:
@@ -318,7 +316,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _places(tensors: list[Tensor]) -> _Places:
-    return _Places(tensors, [*map(_VERSION, tensors)], [*map(_address, tensors)])
+    return _Places(tensors, [*map(version_of, tensors)], [*map(_address, tensors)])
 
 
 def _address(tensor: Tensor) -> int:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ignite_train.device.to_host import is_on_host
 from ignite_train.errors import GradientAccessError, NoGradientError
+from ignite_train.internals.of_torch import foreach_mul_, foreach_norm
 from ignite_train.model.memory_layout import is_dense
 from ignite_train.model.optimizers import Optimizers
 from ignite_train.model.sparse_parameters import sparse_gradient_values, sparse_parameters
@@ -261,7 +262,7 @@ class Gradients:
         as_tensor = plain and self.kinds == _FLOAT32_ON_HOST
         parts = [factor] if _SMALLEST <= abs(factor) <= _LARGEST else _factors(factor)
         for part in parts if existing else ():
-            torch._foreach_mul_(existing, torch.from_numpy(np.asarray(part, dtype=np.float32)) if as_tensor else part)
+            foreach_mul_(existing, torch.from_numpy(np.asarray(part, dtype=np.float32)) if as_tensor else part)
 
     def name(self, parameter: nn.Parameter) -> str:
         """What a message calls `parameter`."""
@@ -400,9 +401,9 @@ def _length(kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]], known: 
             left, tables = (gradients, []) if max(map(Tensor.numel, gradients)) < _CUT else _cut(gradients)
             for table in tables:
                 on_host += torch.linalg.vector_norm(table, dim=1, dtype=wide).tolist()
-            on_host += map(Tensor.item, torch._foreach_norm(left, 2.0, dtype=wide))
+            on_host += map(Tensor.item, foreach_norm(left, 2.0, dtype=wide))
         else:
-            elsewhere.append(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=wide)))
+            elsewhere.append(torch.stack(foreach_norm(gradients, 2.0, dtype=wide)))
     if not elsewhere:
         return math.hypot(*on_host)
     home = elsewhere[0].device
@@ -418,7 +419,7 @@ def _scaled_length(gradients: list[Tensor]) -> float:
     kinds = _by_kind([gradient for gradient in gradients if gradient.numel() > 0])
     peaks: list[float] = []
     for same in kinds.values():
-        peaks += torch.stack(torch._foreach_norm(same, math.inf)).tolist()  # sync
+        peaks += torch.stack(foreach_norm(same, math.inf)).tolist()  # sync
     largest = max(peaks, default=0.0)
     if largest == 0.0 or not all(map(math.isfinite, peaks)):
         return sum(peaks)
@@ -434,7 +435,7 @@ def _scaled_length(gradients: list[Tensor]) -> float:
 def _cut(gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Cuts large ones into rows; gives what is left of each, and tables of rows.
 
-    The rows of a table are read by as many threads as there are; `_foreach_norm` reads with one. As the rows are always the
+    The rows of a table are read by as many threads as there are; `foreach_norm` reads with one. As the rows are always the
     same, the sum is too, whatever the number of threads.
     """
     left, tables = [], []

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.device.to_host import is_on_host
 from ignite_train.errors import LearningRateError
+from ignite_train.internals.of_torch import version_of
 from ignite_train.model.optimizers import Optimizers
 
 __all__ = ["LearningRates", "refuse_other_optimizer"]
@@ -80,7 +81,7 @@ class LearningRates:
         """Those whose numbers only the device knows; `learn` is told them."""
         rates = [(index, group["lr"]) for index, group in enumerate(self._optimizer.param_groups)]
         tensors = [(index, rate) for index, rate in rates if isinstance(rate, Tensor) and not is_on_host(rate.device)]
-        self._asked = [(index, rate, rate._version) for index, rate in tensors if not self._is_known(index, rate)]
+        self._asked = [(index, rate, version_of(rate)) for index, rate in tensors if not self._is_known(index, rate)]
         return [rate for _, rate, _ in self._asked]
 
     def learn(self, numbers: Sequence[float]) -> None:
@@ -95,4 +96,4 @@ class LearningRates:
 
     def _is_known(self, index: int, rate: Tensor) -> bool:
         tensor, version, _ = self._known.get(index, (None, 0, 0.0))
-        return tensor is rate and version == rate._version
+        return tensor is rate and version == version_of(rate)

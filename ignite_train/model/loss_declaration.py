@@ -12,17 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ignite_train.carried import Carried
 from ignite_train.forward import BoundForward, ForwardOutput, as_forward_output, is_declared, refuse_fraction
+from ignite_train.internals.of_torch import COLLECTIVE_NAMESPACES, DispatchMode, pytree, schema_of, storage_number
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.precision import Precision
 
 __all__ = ["FirstForward", "LossDeclarationWarning", "check_declaration", "without_first_look"]
 
-_COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional"}
 _FEW = 6  # from this many samples on a half has three: with two the logarithm of their number doubles, as a sum does
 
 
@@ -271,7 +269,7 @@ class _BrokenOffError(Exception):
     """Ends a run of forward that would leave a trace; it does not leave this file."""
 
 
-class _Apart(TorchDispatchMode):
+class _Apart(DispatchMode):
     """Breaks off what would begin a collective, or write into a tensor that was there before."""
 
     def __init__(self) -> None:
@@ -281,11 +279,11 @@ class _Apart(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's
         """Called by torch for each operation."""
         kwargs = kwargs or {}
-        if func.namespace in _COLLECTIVES:
+        if func.namespace in COLLECTIVE_NAMESPACES:
             raise _BrokenOffError
-        if func._schema.is_mutable:
-            given = {**dict(zip((one.name for one in func._schema.arguments), args, strict=False)), **kwargs}
-            writes = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+        if (schema := schema_of(func)).is_mutable:
+            given = {**dict(zip((one.name for one in schema.arguments), args, strict=False)), **kwargs}
+            writes = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
             if not self._memory([given.get(name) for name in writes]) <= self._own:
                 raise _BrokenOffError
         result = func(*args, **kwargs)
@@ -294,7 +292,7 @@ class _Apart(TorchDispatchMode):
 
     @staticmethod
     def _memory(values: Any) -> set[int]:
-        return {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)}
+        return {storage_number(leaf.untyped_storage()) for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)}
 
 
 @contextmanager

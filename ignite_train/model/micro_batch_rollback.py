@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ignite_train.device.leaves import leaves
+from ignite_train.internals.of_torch import version_of
 from ignite_train.model.memory_layout import as_bytes
 
 __all__ = ["MicroBatchRollback", "arrays_in", "content_of", "same_content", "writing_error", "written_into"]
@@ -39,8 +40,8 @@ class MicroBatchRollback:
 
 def written_into(micro_batch: Any) -> Callable[[], bool]:
     """Asked later, says whether torch has written into a tensor of the micro-batch since; copies nothing."""
-    versions = [(one, one._version) for one in arrays_in(micro_batch) if isinstance(one, Tensor) and not one.is_inference()]
-    return lambda: any(tensor._version != version for tensor, version in versions)
+    versions = [(one, version_of(one)) for one in arrays_in(micro_batch) if isinstance(one, Tensor) and not one.is_inference()]
+    return lambda: any(version_of(tensor) != version for tensor, version in versions)
 
 
 def writing_error(reason: str) -> ValueError:

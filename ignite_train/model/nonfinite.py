@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ignite_train.device.leaves import leaves
+from ignite_train.internals.of_torch import pytree
 
 __all__ = ["find_nonfinite", "spoilt_buffer"]
 

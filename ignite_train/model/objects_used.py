@@ -19,6 +19,8 @@ from weakref import CallableProxyType, ProxyType
 import torch
 from torch import Tensor, nn
 
+from ignite_train.internals.of_torch import forward_hooks_of, forward_pre_hooks_of
+
 __all__ = ["CONTAINERS", "MAX_ENTRIES", "attributes_of", "is_accounted_for", "objects_used"]
 
 MAX_ENTRIES = 1000  # of a container that is looked into, which may hold the data
@@ -111,7 +113,7 @@ def _code_of(module: nn.Module) -> list[Any]:
     kinds = {type(one) for one in module.modules()}
     found = [one for kind in kinds if not kind.__module__.startswith("torch.") for one in _functions_in(kind)]
     return found + [
-        hook for one in module.modules() for hook in (*one._forward_hooks.values(), *one._forward_pre_hooks.values())
+        hook for one in module.modules() for hook in (*forward_hooks_of(one).values(), *forward_pre_hooks_of(one).values())
     ]
 
 

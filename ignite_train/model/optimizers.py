@@ -14,6 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import describe
+from ignite_train.internals.of_torch import COUNTS_STEPS
 
 __all__ = [
     "GathersState",
@@ -385,4 +386,4 @@ def is_torchs(step: Any) -> bool:
 def is_wrapped_by_scheduler(step: Any, kind: type[Optimizer]) -> bool:
     """Whether `step` is what torch's schedulers put in its place, to count its calls, and nothing else."""
     marks = vars(step) if isinstance(step, FunctionType) else {}
-    return "_wrapped_by_lr_sched" in marks and marks["__wrapped__"] is kind.step
+    return COUNTS_STEPS in marks and marks["__wrapped__"] is kind.step

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from ignite_train.arguments import describe, did_you_mean, real_number
+from ignite_train.internals.of_torch import RunningNorm
 
 __all__ = ["parameter_groups"]
 
-_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+_NORMS = (RunningNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float, no_decay: Iterable[str] = ()) -> list[dict[str, Any]]:

@@ -13,13 +13,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
-from operator import not_
+from operator import attrgetter, not_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from ignite_train.internals.of_torch import ITERATOR
 
 __all__ = [
     "NUMPY",
@@ -41,10 +43,10 @@ __all__ = [
 ]
 
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
-PYTHON: random.Random = vars(random)["_inst"]
-"""Python's own generator."""
-NUMPY: np.random.RandomState = np.random.mtrand._rand
-"""NumPy's own generator."""
+PYTHON: random.Random = attrgetter("__self__")(random.random)
+"""Python's own generator, whose methods are the functions of `random`."""
+NUMPY: np.random.RandomState = attrgetter("__self__")(np.random.rand)
+"""NumPy's own generator, likewise."""
 _WORDS = 624  # of a Mersenne twister
 _MAX_DEPTH, _MAX_OBJECTS, _MAX_ENTRIES = 5, 500, 32  # a dataset may hold millions of objects, which are not searched
 _NO_OWNERS = (
@@ -383,7 +385,7 @@ def _attributes(value: Any) -> Mapping[str, Any]:
             return {}
         return {str(key): entry for key, entry in (value.items() if type(value) is dict else enumerate(value))}
     try:
-        return {name: entry for name, entry in vars(value).items() if name != "_iterator"}  # of a DataLoader: the pass
+        return {name: entry for name, entry in vars(value).items() if name != ITERATOR}
     except TypeError:
         return {}
 

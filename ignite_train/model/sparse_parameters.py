@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
+from ignite_train.internals.of_torch import sparse_coo_tensor_unsafe
 from ignite_train.model.optimizers import Optimizers
 
 __all__ = ["check_sparse_parameters", "no_rows", "sparse_gradient_values", "sparse_parameters", "tensor_of_rows"]
@@ -34,12 +35,8 @@ def sparse_gradient_values(gradient: Tensor) -> Tensor:
 
 
 def tensor_of_rows(indices: Tensor, values: Tensor, shape: Sequence[int], *, is_coalesced: bool | None = None) -> Tensor:
-    """A sparse tensor with these rows, which are right.
-
-    `torch.sparse_coo_tensor(..., check_invariants=False)` is the same, but warns before torch 2.13 that nothing is checked.
-    """
-    rows: Tensor = torch.ops.aten._sparse_coo_tensor_unsafe(indices[None], values, shape, is_coalesced=is_coalesced)
-    return rows
+    """A sparse tensor with these rows, which are right."""
+    return sparse_coo_tensor_unsafe(indices[None], values, shape, is_coalesced=is_coalesced)
 
 
 def no_rows(parameter: Tensor) -> Tensor:

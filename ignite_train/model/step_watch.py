@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from ignite_train.internals.of_torch import step_pre_hooks_of, step_pre_hooks_of_all, version_of
 from ignite_train.model.optimizers import Optimizers, each_optimizer, is_torchs, is_wrapped_by_scheduler
 
 __all__ = ["StepWatch"]
 
-_GRADIENT, _VERSION = attrgetter("grad"), attrgetter("_version")
+_GRADIENT = attrgetter("grad")
 
 
 class StepWatch:
@@ -136,11 +136,11 @@ class _Watched:
             self._find_parameters()
         self._tensors = tensors = self._look()
         try:
-            self._versions = [*map(_VERSION, tensors)]
+            self._versions = [*map(version_of, tensors)]
         except RuntimeError:  # one was made in inference mode
             self._versions = _versions(tensors)
         if not self._tells:
-            hooks = bool(optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+            hooks = bool(step_pre_hooks_of(optimizer) or step_pre_hooks_of_all)
             # Moments come into being in the first step, so the second one is the first whose versions tell something.
             self._sums_before = self._sums() if hooks or self._num_steps < 2 else []
 
@@ -246,6 +246,6 @@ class _Watched:
 def _versions(tensors: list[Tensor]) -> list[int]:
     """How often each was written to. Tensors made in inference mode do not count that."""
     try:
-        return [*map(_VERSION, tensors)]
+        return [*map(version_of, tensors)]
     except RuntimeError:
-        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+        return [-1 if tensor.is_inference() else version_of(tensor) for tensor in tensors]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ignite_train.internals.of_distributed import process_groups, sequence_number_of
 from ignite_train.model.memory_layout import as_bytes
 
 __all__ = [
@@ -154,8 +155,7 @@ def collectives_begun() -> int:
     Any thread may ask. A rank that takes part in collectives makes progress, also where no update is begun.
     """
     try:
-        groups: tuple[Any, ...] = tuple(dist.distributed_c10d._world.pg_map)
-        return sum(group._get_sequence_number_for_group() for group in groups)
+        return sum(map(sequence_number_of, process_groups()))
     except RuntimeError:  # not every backend counts; and a group may be made at this moment
         return 0
 

@@ -11,6 +11,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from ignite_train.internals.of_distributed import (
+    comm_hooks_of,
+    has_cut_buckets,
+    push_in_order_of_registration,
+    rebuild_buckets,
+    reduced_parameters,
+    set_has_cut_buckets,
+    sync_buffers,
+)
+from ignite_train.internals.of_torch import backward_hooks_of, call_at_end_of_backward, late_hooks_of, share_contents
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.sparse_parameters import no_rows, sparse_parameters
 from ignite_train.ranks.crossing import Crossing
@@ -69,7 +79,7 @@ class DDPCrossing(Crossing):
         """In place of the wrapper, gives the buffers of rank 0 to all."""
         ddp = self._ddp
         if self._is_first:
-            ddp._sync_buffers()  # type: ignore[no-untyped-call]
+            sync_buffers(ddp)
         self._is_first, ddp.broadcast_buffers = last, False
         try:
             with within:
@@ -121,7 +131,7 @@ class DDPCrossing(Crossing):
             self._refuse_unreduced(gradients)
         statistics.start(*outgoing)
         if loss.requires_grad:
-            loss.register_hook(lambda _: _queue_at_end_of_backward(gradients.separate))  # type: ignore[no-untyped-call]
+            loss.register_hook(lambda _: call_at_end_of_backward(gradients.separate))  # type: ignore[no-untyped-call]
 
     def _refuse_unreduced(self, gradients: Gradients) -> None:
         trained = {*map(id, gradients.parameters())}
@@ -144,18 +154,13 @@ def _frozen_when_wrapped(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     return frozen if len(reducer.get_backward_stats()) == len(named) - len(frozen) else []
 
 
-def _queue_at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Has the engine call it when all gradients of the running backward are there."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
 class _NoData(nn.Module):
     """A module with the parameters and buffers of another, because DDP looks them up, and with a forward of its own."""
 
     def __init__(self, module: nn.Module, parameters: list[nn.Parameter], sparse: set[int]) -> None:
         super().__init__()
         self._borrowed = sparse, *parameters
-        vars(self).update({name: vars(module)[name] for name in ("_parameters", "_buffers", "_modules")})
+        share_contents(self, module)
 
     def forward(self) -> Tensor:
         zero: Tensor = _NoGradients.apply(*self._borrowed)  # type: ignore[no-untyped-call]
@@ -178,7 +183,7 @@ class _NoGradients(torch.autograd.Function):
 
 
 def _has_hooks(parameter: Tensor) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    return bool(backward_hooks_of(parameter) or late_hooks_of(parameter))
 
 
 def _nothing_for(parameter: Tensor, *, is_sparse: bool) -> Tensor | None:
@@ -201,18 +206,18 @@ def settle_bucket_order(ddp: DistributedDataParallel) -> None:
     """
     reducer = vars(ddp).get("reducer")
     cuts_once = ddp.static_graph or not ddp.find_unused_parameters  # otherwise the first buckets stay
-    if reducer is None or not cuts_once or ddp._has_rebuilt_buckets or reducer._rebuild_buckets():
+    if reducer is None or not cuts_once or has_cut_buckets(ddp) or rebuild_buckets(reducer):
         return  # the last if the script has run a backward of its own, which decides
-    parameters = [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
+    parameters = [parameter for parameter in reduced_parameters(ddp) if parameter.requires_grad]
     with _set_aside(parameters):
-        if ddp.static_graph or ddp.mixed_precision is not None or any(map(_has_state, ddp._comm_hooks)):
-            reducer._push_all_rebuilt_params()
+        if ddp.static_graph or ddp.mixed_precision is not None or any(map(_has_state, comm_hooks_of(ddp))):
+            push_in_order_of_registration(reducer)
         else:
             sparse = {*map(id, sparse_parameters(ddp.module))}
             reducer.prepare_for_backward([])
             torch.autograd.backward(_visiting(parameters, sparse))
-        reducer._rebuild_buckets()
-    ddp._has_rebuilt_buckets = True
+        rebuild_buckets(reducer)
+    set_has_cut_buckets(ddp)
 
 
 def _has_state(hook: tuple[Any, Any]) -> bool:
@@ -222,7 +227,7 @@ def _has_state(hook: tuple[Any, Any]) -> bool:
 @contextmanager
 def _set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Takes gradients and hooks away for a while: a hook may make a step."""
-    hooks = [one for parameter in parameters for one in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)]
+    hooks = [one for parameter in parameters for one in (backward_hooks_of(parameter), late_hooks_of(parameter))]
     before = [(one, {**one}) for one in hooks if one]
     gradients = [parameter.grad for parameter in parameters]
     for one, _ in before:

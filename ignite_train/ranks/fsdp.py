@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ignite_train.errors import UnlikeParametersError
+from ignite_train.internals.of_distributed import forget_iteration, parameter_groups
 from ignite_train.model.gradients import Gradients
 from ignite_train.ranks import collectives
 from ignite_train.ranks.data_ranks import DataRanks
@@ -43,7 +43,7 @@ class FSDPCrossing(MeshCrossing):
 
     def __init__(self, root: nn.Module, placeholders: Placeholders, data_ranks: DataRanks | None = None) -> None:
         super().__init__(root, placeholders, DataRanks.all_ranks() if data_ranks is None else data_ranks)
-        self.averaged_over = max(_num_ranks(group.mesh_info) for group in _parameter_groups(root))
+        self.averaged_over = max(_num_ranks(group.mesh_info) for group in parameter_groups(root))
         self._root: Any = root
         self._same_parameters = SameParameters()
         self._has_begun = False  # an update, which has not ended
@@ -51,7 +51,7 @@ class FSDPCrossing(MeshCrossing):
     def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:
         """As in `MeshCrossing`. Drops first what an update that was broken off has left."""
         if self._has_begun:
-            self._drop_leftovers()
+            forget_iteration(self._root)
         self._has_begun = True
         return super().num_placeholders(group, max_micro_batches)
 
@@ -75,21 +75,6 @@ class FSDPCrossing(MeshCrossing):
     def _riders(self, gradients: Gradients) -> list[Piggyback]:
         self._same_parameters.look(gradients)
         return [*super()._riders(gradients), self._same_parameters]
-
-    def _drop_leftovers(self) -> None:
-        """Has FSDP2 forget a forward or backward that was broken off, and the gradients that wait for their reduction.
-
-        `reset_iter_state` of torch 2.13 leaves those gradients, which the next backward would add to.
-        """
-        if "reset_iter_state" in vars(FSDPModule):
-            self._root.reset_iter_state()
-        else:
-            _reset_iteration(self._root)
-        for group in _parameter_groups(self._root):
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if (whole := vars(parameter).get("_unsharded_param")) is not None:  # or else it was never gathered
-                    whole.grad = None
 
 
 class SameParameters(Piggyback):
@@ -155,7 +140,7 @@ def check_divide_factors(root: nn.Module) -> None:
     Raises:
         ValueError: `set_gradient_divide_factor` was called with another number.
     """
-    groups = _parameter_groups(root)
+    groups = parameter_groups(root)
     sizes = [_num_ranks(group.mesh_info) for group in groups]
     for group in groups:
         factor = group.gradient_divide_factor
@@ -171,50 +156,8 @@ def check_divide_factors(root: nn.Module) -> None:
 def spans_all_ranks(root: nn.Module) -> bool:
     """Whether `fully_shard` alone has made DTensors of all parameters, over all ranks: samples differ over all of them."""
     meshes = [p.device_mesh.size() for p in root.parameters() if isinstance(p, DTensor)]
-    groups = [_num_ranks(group.mesh_info) for group in _parameter_groups(root)]
+    groups = [_num_ranks(group.mesh_info) for group in parameter_groups(root)]
     return {*meshes, *groups} == {collectives.world_size()}
-
-
-def _states(root: nn.Module) -> list[Any]:
-    """What FSDP2 keeps of each module that it was applied to, which is private in torch; that of the root comes first."""
-    return [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]
-
-
-def _parameter_groups(root: nn.Module) -> list[Any]:
-    """What FSDP2 keeps of the parameters that it gathers together; in torch 2.11 a module has one group or none."""
-    found: list[Any] = []
-    for state in _states(root):
-        groups = vars(state).get("_fsdp_param_groups")
-        found += [state._fsdp_param_group] if groups is None else groups
-    return [group for group in found if group is not None]
-
-
-def _reset_iteration(root: nn.Module) -> None:
-    """What `FSDPModule.reset_iter_state` of torch 2.13 does, with torch 2.11 and 2.12, which do not have it."""
-    states = _states(root)
-    context, shared = states[0]._state_ctx, states[0]._comm_ctx
-    idle = type(states[0]._training_state).IDLE
-    pending, shared.all_gather_state = [shared.all_gather_state], None
-    if "reduce_scatter_state" in vars(shared):  # in torch 2.11 there is one at a time
-        pending.append(shared.reduce_scatter_state)
-        shared.reduce_scatter_state = None
-    else:
-        pending += shared.reduce_scatter_states
-        shared.reduce_scatter_states.clear()
-    shared.post_forward_order.clear()
-    for one in pending:
-        if one is not None and one.event is not None:
-            states[0]._device_handle.current_stream().wait_event(one.event)
-    for state in states:
-        state._modules_to_run_forward.clear()
-        state._training_state = idle
-    for group in _parameter_groups(root):
-        group.finalize_backward()  # waits for what has been started
-        group._partial_reduce_output = None
-        group._training_state = idle
-        group._to_sharded()
-    context.iter_forward_root = None
-    context.post_backward_final_callback_queued = False
 
 
 def _num_ranks(mesh_info: Any) -> int:

@@ -23,10 +23,10 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 
 from ignite_train.arguments import real_number
 from ignite_train.errors import FellBehindError, MembersChangedError, NoQuorumError
+from ignite_train.internals.of_distributed import TCPStore
 
 __all__ = ["LIGHTHOUSE", "Members", "check_elastic", "require_torchft"]
 
@@ -153,6 +153,8 @@ class Members:
                 self.ask(step())
                 self.confirm()
             except MembersChangedError:
+                if self._quorum is None and _has_ended():  # the lighthouse has gone, and the others have found all there
+                    break
                 self.renew(step)
             else:
                 break
@@ -284,6 +286,8 @@ class Members:
                     self._form(quorum.participants, step())
                     self._is_settled = True
                     return
+            elif self._is_new and not self._has_parted and _has_ended():  # the lighthouse has gone, with the others
+                raise _nothing_left()
             quorum = None
             if time.monotonic() > deadline:
                 raise NoQuorumError(
@@ -334,7 +338,7 @@ class Members:
         rank, source = ranks[self._identity], _newest(participants)
         mine, newest = participants[rank], participants[source]
         if all(one.data["is_new"] and not one.data["has_parted"] for one in participants) and _has_ended():
-            raise NoQuorumError("the run has ended while this replica was starting; there is nothing left to do")
+            raise _nothing_left()
         behind = [one for one in participants if not one.data["is_new"] and _place(one) != _place(newest)]
         if mine in behind:
             self.leave()
@@ -512,6 +516,10 @@ def _since(before: dict[int, int]) -> dict[int, int]:
 
 def _has_ended() -> bool:
     return _ENDED in os.environ and Path(os.environ[_ENDED]).exists()
+
+
+def _nothing_left() -> NoQuorumError:
+    return NoQuorumError("the run has ended while this replica was starting; there is nothing left to do")
 
 
 def _newest(participants: Sequence[Any]) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train.device.streams import copy_on
+from ignite_train.internals.of_distributed import check_reducer_finished, comm_hooks_of, disarm_reducer
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.memory_layout import as_gradient_of, gradient_dtype
 from ignite_train.model.sparse_parameters import sparse_parameters
@@ -158,7 +159,7 @@ class SmallReplicasCrossing(ReplicasCrossing):
     @staticmethod
     def fits(ddp: DistributedDataParallel) -> bool:
         """Whether `ddp` is small, and does nothing but average gradients."""
-        does_more = ddp._comm_hooks or ddp.parameters_to_ignore or ddp.mixed_precision is not None or ddp.static_graph
+        does_more = comm_hooks_of(ddp) or ddp.parameters_to_ignore or ddp.mixed_precision is not None or ddp.static_graph
         has_buffers = ddp.broadcast_buffers and next(ddp.module.buffers(), None) is not None
         return not does_more and not has_buffers and sum(map(Tensor.numel, ddp.module.parameters())) <= _TAIL_ELEMENTS
 
@@ -173,7 +174,7 @@ class SmallReplicasCrossing(ReplicasCrossing):
         Raises:
             ValueError: a communication hook was registered meanwhile.
         """
-        if self._ddp._comm_hooks:
+        if comm_hooks_of(self._ddp):
             raise ValueError(
                 "model must have its communication hook before it is given to create_trainer; call register_comm_hook earlier, "
                 "or pass reduction='ddp'"
@@ -193,8 +194,8 @@ class SmallReplicasCrossing(ReplicasCrossing):
         """
         reducer = vars(self._ddp).get("reducer")
         if reducer is not None:
-            reducer._check_reducer_finalized()
-            reducer._reset_state()
+            check_reducer_finished(reducer)
+            disarm_reducer(reducer)
 
 
 class LocalCrossing(Crossing):

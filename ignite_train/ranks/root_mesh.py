@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ignite_train.internals.of_distributed import root_mesh_of
 from ignite_train.ranks import collectives
 
 __all__ = ["copies", "is_first_holder", "missing_dims", "names_of", "part_and_copy", "root_mesh"]
@@ -21,8 +22,7 @@ __all__ = ["copies", "is_first_holder", "missing_dims", "names_of", "part_and_co
 
 def root_mesh(tensor: DTensor) -> DeviceMesh:
     """The mesh from which the mesh of a tensor was sliced; that mesh itself, if it is a whole one."""
-    mesh: DeviceMesh = tensor.device_mesh._get_root_mesh()
-    return mesh
+    return root_mesh_of(tensor.device_mesh)
 
 
 def names_of(mesh: DeviceMesh) -> tuple[str, ...]:

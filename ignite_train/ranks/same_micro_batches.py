@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ignite_train.errors import UnlikeMicroBatchesError
+from ignite_train.internals.of_torch import pytree
 from ignite_train.ranks.data_ranks import DataRanks
 from ignite_train.ranks.messages import Piggyback
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from ignite_train.internals.of_distributed import default_store
 from ignite_train.ranks import collectives
 from ignite_train.ranks.unlike_ranks import refuse_unlike_ranks
 
@@ -66,7 +67,7 @@ class SealedMessages:
         if collectives.world_size() == 1 or not dist.is_initialized():
             return None
         drawn = refuse_unlike_ranks(describe(), os.urandom(_NAME_BYTES + _SECRET_BYTES))
-        store: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        store: Store = default_store().clone()
         return cls(PrefixStore(f"ignite_train/{drawn[:_NAME_BYTES].hex()}", store), drawn[_NAME_BYTES:])
 
     def has(self, name: str) -> bool:

@@ -10,12 +10,14 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from ignite_train.internals.of_distributed import DDP_FORWARD
+
 __all__ = ["Whereabouts", "find_whereabouts"]
 
 _MARK = "_WAITS_FOR_RANKS"  # a name that is true in each file of this library that waits for other ranks
 _THREAD_MARK = "_WAITS_FOR_THREADS"  # in a file that waits for threads, what these are called
 _WAITING_PLACES_OF_TORCH = ("torch.distributed", "torch.nn.parallel.distributed", "torch.autograd.graph", "torch.futures")
-_PASSED_THROUGH = {"forward", "_run_ddp_forward"}  # functions of these modules under which a user's module computes
+_PASSED_THROUGH = {"forward", DDP_FORWARD}  # functions of these modules under which a user's module computes
 _NOT_A_PLACE = {"torch", *sys.stdlib_module_names}  # packages that only do what another one has asked for
 
 

@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ignite_train.arguments import one_of
 from ignite_train.carried import Carried
+from ignite_train.internals.of_distributed import reduced_late
 from ignite_train.ranks import collectives
 from ignite_train.ranks.crossing import AloneCrossing, Crossing
 from ignite_train.ranks.data_ranks import DataRanks, data_ranks_of
@@ -138,7 +139,7 @@ def own_parameters(model: nn.Module) -> list[str]:
     ddp = _find_ddp(model)
     if ddp is None or not ddp.parameters_to_ignore:
         return []
-    delayed = {id(parameter) for parameter in ddp._delay_all_reduce_params}  # which it ignores at first, and reduces later
+    delayed = {id(parameter) for parameter in reduced_late(ddp)}  # which it ignores at first, and reduces later
     named = ddp.module.named_parameters()
     return [name for name, p in named if name in ddp.parameters_to_ignore and id(p) not in delayed]
 

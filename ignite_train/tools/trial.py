@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from ignite.engine import Events
 from torch.utils.data import DataLoader, IterableDataset, Subset
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ignite_train.arguments import describe
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.engine.dispatch import Stateful
+from ignite_train.internals.of_ignite import computation_model
+from ignite_train.internals.of_torch import end_workers
 from ignite_train.ranks import collectives
-from ignite_train.ranks.computation_model import computation_model
 from ignite_train.tools.tuned import Settings
 from ignite_train.trainer import Trainer
 
@@ -207,8 +207,8 @@ class Trial:
     def close(self) -> None:
         """Ends its workers and gives its memory back."""
         loader, self._loader, self.trainer = self._loader, (), None
-        if isinstance(loader, DataLoader) and isinstance(loader._iterator, _MultiProcessingDataLoaderIter):
-            loader._iterator._shutdown_workers()
+        if isinstance(loader, DataLoader):
+            end_workers(loader)
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()

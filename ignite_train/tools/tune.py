@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train.arguments import describe, did_you_mean, positive_int, real_number
+from ignite_train.internals.of_torch import BatchNorm, Dropout
 from ignite_train.model.random_state import kept_random_state, restore_random_state
 from ignite_train.ranks import collectives
 from ignite_train.tools.search import Dimension, Search
@@ -223,8 +222,8 @@ class _Trials:
                 "rank alone; use idist.auto_model, which does, or tune a smaller model of the same kind"
             )
         self._precision = str(trial.trainer.config["precision"])
-        self._draws = any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules())
-        norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+        self._draws = any(isinstance(module, Dropout) and module.p > 0 for module in model.modules())
+        norms = [name for name, module in model.named_modules() if isinstance(module, BatchNorm)]
         if norms and "micro_batch" not in self._samples.why_fixed:
             named = f"{norms[0]!r} and {len(norms) - 1} more" if len(norms) > 1 else repr(norms[0])
             self.warnings.append(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ignite_train.internals.of_torch import version_of
 from ignite_train.model.forward_state import ForwardMark, ForwardState
 from ignite_train.model.gradients import Gradients, times
 from ignite_train.model.micro_batch_rollback import writing_error, written_into
@@ -187,7 +188,7 @@ class _Evaluated:
     @staticmethod
     def _look(gradients: Gradients) -> list[tuple[Tensor | None, int]]:
         found = [parameter.grad for parameter in gradients.parameters()]
-        return [(gradient, -1 if gradient is None else gradient._version) for gradient in found]
+        return [(gradient, -1 if gradient is None else version_of(gradient)) for gradient in found]
 
 
 class _Before:

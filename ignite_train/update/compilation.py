@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ignite_train.arguments import describe
+from ignite_train.internals.of_torch import compiled_autograd
 from ignite_train.model.memory_layout import is_lost
 from ignite_train.ranks.wrapping import unwrap
 
@@ -117,11 +118,11 @@ def _compiled_backward(settings: dict[str, Any]) -> Backward:
     Torch looks a trace up by the structure of the autograd graph and by whether a gradient is there already; so there is one
     for the first micro-batch of a group and one for all others, and more where sizes vary.
     """
-    compiler = torch.compile(**settings)
+    compiler, within = torch.compile(**settings), compiled_autograd()
     dynamic = settings.get("dynamic") is True  # torch's own rule: a size is fixed until it is seen to vary
 
     def backward(loss: Tensor, **arguments: Any) -> None:
-        with torch._dynamo.compiled_autograd._enable(compiler, dynamic=dynamic):
+        with within(compiler, dynamic=dynamic):
             torch.autograd.backward(loss, **arguments)
 
     return backward

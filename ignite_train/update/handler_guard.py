@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ignite_train.errors import ForwardContractError, GradientAccessError
 from ignite_train.events import TrainEvents
+from ignite_train.internals.of_torch import version_of
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.memory_layout import bytes_at
 from ignite_train.model.optimizers import Optimizers, each_optimizer
@@ -107,7 +108,7 @@ class HandlerGuard:
         return [
             (parameter, None, -1, b"")
             if gradient is None
-            else (parameter, gradient, gradient._version, _contents(gradient) if with_contents else b"")
+            else (parameter, gradient, version_of(gradient), _contents(gradient) if with_contents else b"")
             for parameter, gradient in found
         ]
 
@@ -117,7 +118,7 @@ class HandlerGuard:
             now = parameter.grad
             if now is None:
                 continue
-            if now is not gradient or now._version != version or (contents and _contents(now) != contents):
+            if now is not gradient or version_of(now) != version or (contents and _contents(now) != contents):
                 return self._gradients.name(parameter)
         return None
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from ignite.engine import Events
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ignite_train.arguments import describe
 from ignite_train.errors import ForwardContractError
 from ignite_train.forward import ForwardOutput
+from ignite_train.internals.of_torch import pytree
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 

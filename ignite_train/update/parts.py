@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ignite_train.arguments import settings_of
+from ignite_train.internals.of_torch import version_of
 from ignite_train.model.buffer_rollback import BufferRollback
 from ignite_train.model.gradients import Gradients
 from ignite_train.ranks.statistics import Statistics
@@ -131,7 +132,7 @@ class Buffers:
         self.are_spoilt |= bool(self._move)
 
     def _now(self) -> list[tuple[Tensor, int]]:
-        return [(buffer, -1 if buffer.is_inference() else buffer._version) for buffer in self._module.buffers()]
+        return [(buffer, -1 if buffer.is_inference() else version_of(buffer)) for buffer in self._module.buffers()]
 
     def _have_moved(self) -> bool:
         before, now = self._versions or [], self._now()

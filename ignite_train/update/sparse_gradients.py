@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ignite_train.errors import SparseGradientError
 from ignite_train.events import TrainEvents
+from ignite_train.internals.of_torch import gives_sparse_gradients
 from ignite_train.trainer import Trainer
 
 __all__ = ["refuse_sparse_gradients"]
@@ -45,7 +46,7 @@ def _sparse_leaves(loss: Tensor) -> Iterator[Tensor]:
     while nodes:
         node = nodes.pop()
         below = [] if node is None else [child for child, _ in node.next_functions if child is not None]
-        if node is not None and node.name() in _EMBEDDINGS and node._saved_sparse and below[0].name() == _LEAF:
+        if node is not None and node.name() in _EMBEDDINGS and gives_sparse_gradients(node) and below[0].name() == _LEAF:
             yield below[0].variable
         nodes += [child for child in below if child not in seen]
         seen.update(below)

@@ -829,7 +829,7 @@ def test_an_event_without_handlers_costs_one_look_up():
     model = nn.Linear(1, 1)
     trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).sum())
     for engine in (trainer, create_evaluator(model, lambda model, x: model(x).sum())):
-        engine._event_handlers = Table(list, engine._event_handlers)
+        engine._handlers = Table(list, engine._handlers)
         looked.clear()
         engine.fire_event(Events.ITERATION_COMPLETED)
         assert looked == [Events.ITERATION_COMPLETED]

@@ -32,6 +32,15 @@ def test_a_picture_is_drawn_from_the_results(what: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_killed_replicas_are_drawn(tmp_path: Path) -> None:
+    """Four are killed, and the one that is not makes each update once, with the losses of the others."""
+    pytest.importorskip("torchft", reason="elastic replicas need the extra ignite_train[elastic]")
+    printed = drawn("elastic", tmp_path / "elastic.png")
+
+    assert re.fullmatch(r"4 replicas killed, \d+ updates, each once: True, 0 losses differ between replicas\n", printed)
+
+
+@pytest.mark.nightly
 def test_no_kill_changes_a_loss(tmp_path: Path) -> None:
     """Of all updates, those that were made again too."""
     printed = drawn("kills", tmp_path / "kills.png")

@@ -1068,6 +1068,7 @@ def look():
 
 over = threading.Event()
 looking = threading.Thread(target=look, daemon=True)
+gc.freeze()  # a collection is over at once
 gc.set_threshold(1, 1, 1)
 looking.start()
 for _ in range(2000):

@@ -259,6 +259,21 @@ def test_a_group_that_is_never_formed_is_given_up(monkeypatch: pytest.MonkeyPatc
     wait.set()
 
 
+def test_a_replica_does_not_wait_for_a_lighthouse_that_has_ended_with_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that has made the last update ends well; one that was just starting says that nothing is left."""
+    ended = tmp_path / "ended"
+    ended.touch()
+    monkeypatch.setenv("IGNITE_TRAIN_ENDED", str(ended))
+    monkeypatch.setenv("IGNITE_TRAIN_PATIENCE_SECONDS", "2")
+    monkeypatch.setattr(members.Members, "_ask", lambda *_: None)
+
+    members.Members("http://127.0.0.1:1").part(lambda: 0, stopped=False)
+    with pytest.raises(NoQuorumError, match=r"^the run has ended while this replica was starting"):
+        members.Members("http://127.0.0.1:1").renew(lambda: 0)
+
+
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
 def test_a_bad_number_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """One line names the variable."""

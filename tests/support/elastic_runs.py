@@ -4,14 +4,15 @@ A deck of cards says who dies: each card is a place in the code, a signal and ho
 when it is started, and plays it when it comes to the place; a card that was not played goes back. Replicas are forked from this
 process, which has imported torch and started no thread, so that to start one costs a tenth of a second.
 
-    python tests/support/elastic_runs.py DIRECTORY SEED REPLICAS CARDS BATCHES [lighthouse | lonely]
+    python tests/support/elastic_runs.py DIRECTORY SEED REPLICAS CARDS BATCHES [lighthouse | lonely | dark | frozen]
 
 writes what the replicas that have ended wrote, and `kills`: how many were killed, and the cards that were played. `lighthouse`
-kills the lighthouse three times in between; `lonely` kills all but one, which are not started again.
+kills the lighthouse three times in between; for the others, in which no card is played, see `run_in_vain`.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,22 @@ def deck(seed: int, number: int) -> list[Card]:
     return cards
 
 
+def to_shake(held: Mapping[int, Card | None], joined: Set[int]) -> list[int]:
+    """The replicas one of which is to be killed, because no card will be played before one dies.
+
+    A replica that heals waits for one that comes. One that is to be healed waits for ever once it has joined without that, as
+    the first of a run does. Whoever dies gives its card back, and may get another one when it is started again.
+
+    Args:
+        held: the card of each process that runs, None for one that has none.
+        joined: those that take part in updates.
+    """
+    waits = all(card is None or card.place in ("healing another", "being healed") for card in held.values())
+    if not waits or len(held) < 2 or not joined.issuperset(held):
+        return []
+    return [process for process, card in held.items() if card is None or card.place != "healing another"]
+
+
 class Trap:
     """In a replica: waits for the place of its card, and sends the signal there.
 
@@ -100,8 +117,8 @@ class Trap:
 
     def __call__(self, place: str) -> None:
         card = self._card
-        if place == "being healed":
-            (self._directory / f"healed-{os.getpid()}").touch()
+        if place == "joined":
+            (self._directory / f"joined-{os.getpid()}").touch()
         if card is None or place != card.place:
             return
         self._passed += 1
@@ -158,6 +175,7 @@ class Runner:
         self.played, self.num_killed, self.num_errors = list[Card](), 0, 0
         self._running, self._stopped, self._births, self._stops = dict[int, int](), list[int](), Counter[int](), Counter[int]()
         self._is_over, self._started = False, 0.0
+        self._draw = random.Random(seed)  # noqa: S311  # a test
 
     def run(self) -> None:
         """Until all replicas have ended."""
@@ -173,7 +191,7 @@ class Runner:
                 self._start(number)
             while self._running:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"the replicas have not ended; they had {self.num_killed} kills")
+                    raise TimeoutError(self._describe())
                 self._look()
                 self._kill_lighthouse()
                 time.sleep(0.01)
@@ -204,6 +222,7 @@ class Runner:
         os.environ["IGNITE_TRAIN_REPLICA"] = str(number)
         os.environ["SAVES"] = f"{number}-{self._stops[number]}"  # what is stopped holds the lock of its own
         torch.set_num_threads(1)
+        faulthandler.register(signal.SIGUSR1)
         elastic_script.main(str(self._directory), 1000, 96, 0.02, self._batches, reach=Trap(card, self._directory, number))
 
     def _look(self) -> None:
@@ -229,17 +248,19 @@ class Runner:
                 self._start(number)
         if not self._cards and not self._dealt:
             (self._directory / "enough").touch()
-        waits_for_change = all(card.place == "healing another" for card in self._dealt.values())
-        if (self._cards or self._dealt) and waits_for_change and self._has_settled():
-            process = max(process for process in self._running if process not in self._dealt)
-            os.kill(process, signal.SIGKILL)  # so that one comes which is to be healed
-            self._started = time.monotonic()
+        if (self._cards or self._dealt) and time.monotonic() - self._started > _NO_CHANGE_SECONDS:
+            joined = {process for process in self._running if (self._directory / f"joined-{process}").exists()}
+            if candidates := to_shake({process: self._dealt.get(process) for process in self._running}, joined):
+                os.kill(self._draw.choice(candidates), signal.SIGKILL)
+                self._started = time.monotonic()
 
-    def _has_settled(self) -> bool:
-        """Whether the replica that was started last has long been a member."""
-        newest = max(self._running, default=0)
-        is_member = (self._directory / f"healed-{newest}").exists() or self._births[self._running.get(newest, 0)] == 1
-        return is_member and time.monotonic() - self._started > _NO_CHANGE_SECONDS
+    def _describe(self) -> str:
+        """What a run looks like that has not ended; each replica writes to stderr where it stands."""
+        for process in self._running:
+            os.kill(process, signal.SIGUSR1)
+            time.sleep(1.0)
+        held = {number: self._dealt.get(process) for process, number in self._running.items()}
+        return f"the replicas have not ended; {self.num_killed} kills, cards in the deck: {self._cards}, cards held: {held}"
 
     def _kill_lighthouse(self) -> None:
         now = time.monotonic()
@@ -280,13 +301,19 @@ def fork(work: Callable[[], None]) -> int:
         os._exit(status)
 
 
-def run_lonely(directory: Path, num_replicas: int) -> int:
-    """Kills all replicas but one, which waits in vain for the others. Gives the status with which it ends."""
+def run_in_vain(directory: Path, num_replicas: int, what: str) -> int:
+    """Takes away what replicas need, and waits until those that are left have ended. Gives the status of the first.
+
+    Args:
+        directory: where the replicas write.
+        num_replicas: how many there are, all of which are needed for an update.
+        what: `lonely` kills all but the first; `dark` kills the lighthouse, and `frozen` suspends it without an end.
+    """
     lighthouse, port = start_lighthouse(min_replicas=num_replicas)
     os.environ |= {
         "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}",
         "IGNITE_TRAIN_PATIENCE_SECONDS": "20",
-    }  # both must come in it
+    }  # all must come in it
 
     def be(number: int) -> None:
         os.environ["IGNITE_TRAIN_REPLICA"] = str(number)
@@ -296,20 +323,21 @@ def run_lonely(directory: Path, num_replicas: int) -> int:
     deadline = time.monotonic() + SECONDS
     while not (directory / "begun").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    try:
-        for replica in replicas[1:]:
-            os.kill(replica, signal.SIGKILL)
-            os.waitpid(replica, 0)
-        found, status = 0, 0
-        while not found:
+    for process in {"lonely": replicas[1:], "dark": [lighthouse], "frozen": []}[what]:
+        os.kill(process, signal.SIGKILL)
+    if what == "frozen":
+        os.kill(lighthouse, signal.SIGSTOP)
+    statuses = dict[int, int]()
+    while len(statuses) < num_replicas:
+        for replica in {*replicas} - {*statuses}:
             if time.monotonic() > deadline:
-                os.kill(replicas[0], signal.SIGKILL)
-            found, status = os.waitpid(replicas[0], os.WNOHANG)
-            time.sleep(0.01)
-        return os.waitstatus_to_exitcode(status)
-    finally:
-        os.kill(lighthouse, signal.SIGKILL)
-        os.waitpid(lighthouse, 0)
+                os.kill(replica, signal.SIGKILL)
+            found, status = os.waitpid(replica, os.WNOHANG)
+            statuses |= {found: os.waitstatus_to_exitcode(status)} if found else {}
+        time.sleep(0.01)
+    os.kill(lighthouse, signal.SIGKILL)
+    os.waitpid(lighthouse, 0)
+    return statuses[replicas[0]]
 
 
 def start_lighthouse(port: int = 0, min_replicas: int = 1) -> tuple[int, int]:
@@ -369,8 +397,8 @@ if __name__ == "__main__":
 
     where, (seed, replicas, cards), kind = Path(sys.argv[1]), map(int, sys.argv[2:5]), sys.argv[5]
     more = sys.argv[6:]
-    if more == ["lonely"]:
-        sys.exit(run_lonely(where, replicas))
+    if more and more != ["lighthouse"]:
+        sys.exit(run_in_vain(where, replicas, *more))
     least = 2 if seed % 4 == 3 and replicas > 2 else 1
     deaths = 3 if more == ["lighthouse"] else 0
     runner = Runner(where, seed, replicas, cards, kind, lighthouse_deaths=deaths, min_replicas=least)

@@ -123,6 +123,7 @@ def tell_places(trainer: Any, optimizer: torch.optim.Optimizer, history: History
 
     def joining(step: Any, capture: Any, restore: Any) -> None:
         join(step, told(capture, "healing another", "healing another"), told(restore, "being healed", "being healed"))
+        reach("joined")
 
     members.join = joining
     optimizer.register_step_pre_hook(lambda *_: reach("step"))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
-import ignite.distributed as idist
 import torch
 import torch.distributed as dist
-from ignite.distributed.comp_models.base import ComputationModel, _SerialModel
+from ignite.distributed.comp_models.base import ComputationModel
 from torch import Tensor
 
-__all__ = ["Computed", "computation_model", "compute_on"]
+from ignite_train.internals.of_ignite import SerialModel, computation_model, computation_model_now
+
+__all__ = ["Computed", "compute_on"]
 
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "SUM": operator.add,
@@ -23,18 +23,6 @@ _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "MIN": lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)) if isinstance(a, Tensor) else min(a, b),
     "MAX": lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)) if isinstance(a, Tensor) else max(a, b),
 }
-
-
-@contextmanager
-def computation_model(model: ComputationModel | None = None) -> Iterator[None]:
-    """In this `with`, `model` answers for the ranks of `ignite.distributed`, and so of this library; None: a single process."""
-    module: Any = idist.utils
-    before = module._model, module._need_to_sync
-    module._model, module._need_to_sync = model or _SerialModel(), False
-    try:
-        yield
-    finally:
-        module._model, module._need_to_sync = before
 
 
 class Computed(NamedTuple):
@@ -70,7 +58,7 @@ def compute_on(ranks: Sequence[int], compute: Callable[[], Any], *, of: str) -> 
     result, error = None, None
     if (own := dist.get_rank()) in ranks:
         try:
-            with computation_model(_SomeRanks(ranks, idist.utils._model, of)):
+            with computation_model(_SomeRanks(ranks, computation_model_now(), of)):
                 result = compute()
         except _OtherRankHasEndedError:
             pass
@@ -85,7 +73,7 @@ def compute_on(ranks: Sequence[int], compute: Callable[[], Any], *, of: str) -> 
             return result, error, met
 
 
-class _SomeRanks(_SerialModel):
+class _SomeRanks(SerialModel):
     """Some of the ranks, for the thread that makes it; other threads, such as one that saves, see all of them.
 
     Tensors may differ in their first dimension where they are gathered, and are added up only if they have one shape.

@@ -1,0 +1,186 @@
+"""Private names of torch that the core and the handlers use.
+
+Each line gives one of them a name of ours and says why no public name serves. `tests/internals/test_torch_internals.py`
+compares each with what torch documents, so that a release of torch that changes one fails there, by name. Most are torch's own
+functions, or getters in C: a call of one enters no function of Python. Only `fast/`, without which everything runs too, uses
+others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.loss import _Loss
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+__all__ = [
+    "COLLECTIVE_NAMESPACES",
+    "COPY",
+    "COUNTS_STEPS",
+    "ITERATOR",
+    "LATEST_RATES",
+    "READ",
+    "BatchNorm",
+    "DispatchMode",
+    "Dropout",
+    "Loss",
+    "RunningNorm",
+    "backward_hooks_of",
+    "buffers_of",
+    "call_at_end_of_backward",
+    "compiled_autograd",
+    "donates_buffers",
+    "end_workers",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_lerp_",
+    "foreach_mul_",
+    "foreach_norm",
+    "foreach_sub_",
+    "forward_hooks_of",
+    "forward_pre_hooks_of",
+    "gives_sparse_gradients",
+    "indices_of",
+    "late_hooks_of",
+    "modules_of",
+    "parameters_of",
+    "parts_of_schedule",
+    "pass_of",
+    "pytree",
+    "sampler_pass_of",
+    "schema_of",
+    "share_contents",
+    "sparse_coo_tensor_unsafe",
+    "step_post_hooks_of",
+    "step_post_hooks_of_all",
+    "step_pre_hooks_of",
+    "step_pre_hooks_of_all",
+    "storage_number",
+    "values_of",
+    "version_of",
+]
+
+# --- tensors ---
+
+# How often torch has written into a tensor, which raises an error for one made in inference mode. Nothing public counts that.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+# One call of a kernel for a list of tensors; the public functions take one tensor each, which is what the time goes into.
+foreach_add_: Callable[..., None] = torch._foreach_add_
+foreach_copy_: Callable[..., None] = torch._foreach_copy_
+foreach_lerp_: Callable[..., None] = torch._foreach_lerp_
+foreach_mul_: Callable[..., None] = torch._foreach_mul_
+foreach_norm: Callable[..., tuple[Tensor, ...]] = torch._foreach_norm
+foreach_sub_: Callable[..., None] = torch._foreach_sub_
+# The hooks of a tensor, or None; the public methods add hooks and do not tell which are there.
+backward_hooks_of: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
+late_hooks_of: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
+# Indices and values of a sparse tensor with rows that occur twice, of which the public methods give nothing.
+indices_of: Callable[[Tensor], Tensor] = methodcaller("_indices")
+values_of: Callable[[Tensor], Tensor] = methodcaller("_values")
+# The public `sparse_coo_tensor(..., check_invariants=False)` warns before torch 2.13 that nothing is checked.
+sparse_coo_tensor_unsafe: Callable[..., Tensor] = torch.ops.aten._sparse_coo_tensor_unsafe
+# The number of a memory that views share; its public address is 0 for each tensor without elements.
+storage_number: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+
+# What takes nested containers apart and makes them again. Torch 2.13 has no public module for it.
+pytree = _pytree
+
+# --- operations and the graph of backward ---
+
+# In its `with`, sees each operation, those of backward too. Torch documents it, in a module with a private name.
+DispatchMode = TorchDispatchMode
+
+# The arguments of an operation, and which of them it writes into.
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+# Names of operations that a dispatch mode sees: a copy to another device or dtype, the read of one number, and collectives.
+COPY = "_to_copy"
+READ = "_local_scalar_dense"
+COLLECTIVE_NAMESPACES = {"c10d", "c10d_functional", "_c10d_functional"}
+# Whether the backward of an embedding makes a sparse gradient, by the node that its forward has left in the graph.
+gives_sparse_gradients: Callable[[Any], bool] = attrgetter("_saved_sparse")
+# Has a function called when all gradients of the running backward are there. A public hook is for one tensor each.
+call_at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+
+def compiled_autograd() -> Callable[..., AbstractContextManager[Any]]:
+    """A context in which a compiler is given the whole of backward; publicly there is only a switch for the process."""
+    enable: Callable[..., AbstractContextManager[Any]] = torch._dynamo.compiled_autograd._enable
+    return enable
+
+
+def donates_buffers() -> bool:
+    """Whether backward of compiled code may write into what forward has saved, by a setting that torch documents so."""
+    return bool(torch._functorch.config.donated_buffer)
+
+
+# --- modules ---
+
+# All modules of a kind, those of users too that derive from one; the public classes are one for each number of dimensions.
+BatchNorm = _BatchNorm
+RunningNorm = _NormBase  # batch and instance normalisation, with running statistics or without
+Dropout = _DropoutNd
+Loss = _Loss
+
+# What a module itself holds, by name, as a dict that can be written into; the public iterators give copies of it.
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+modules_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+# The hooks of a module, which the public methods add and do not tell.
+forward_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_hooks")
+forward_pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
+
+
+def share_contents(module: nn.Module, other: nn.Module) -> None:
+    """Gives `module` the parameters, buffers and modules of `other`, also those that are added to either later."""
+    vars(module).update({name: vars(other)[name] for name in ("_parameters", "_buffers", "_modules")})
+
+
+# --- optimizers and schedules ---
+
+# The hooks of one optimizer, and of all optimizers; the public functions add hooks and do not tell which are there.
+step_pre_hooks_of: Callable[[Optimizer], dict[int, Any]] = attrgetter("_optimizer_step_pre_hooks")
+step_post_hooks_of: Callable[[Optimizer], dict[int, Any]] = attrgetter("_optimizer_step_post_hooks")
+step_pre_hooks_of_all: dict[int, Any] = _global_optimizer_pre_hooks
+step_post_hooks_of_all: dict[int, Any] = _global_optimizer_post_hooks
+# In the attributes and the state of a schedule, the rates that it has set last, which `get_last_lr` tells and nothing sets.
+LATEST_RATES = "_last_lr"
+# In the attributes of the function that a schedule puts in the place of an optimizer's `step`, to see whether it is called.
+COUNTS_STEPS = "_wrapped_by_lr_sched"
+
+
+def parts_of_schedule(schedule: LRScheduler) -> Sequence[LRScheduler]:
+    """The schedules that a `SequentialLR` or a `ChainedScheduler` goes through, which neither tells; none of another."""
+    parts: Sequence[LRScheduler] = vars(schedule).get("_schedulers", ())
+    return parts
+
+
+# --- data loaders ---
+
+# In the attributes of a loader, the pass of its persistent workers, or None; each `iter` of the loader makes one or takes it.
+ITERATOR = "_iterator"
+pass_of: Callable[[DataLoader[Any]], Any] = attrgetter(ITERATOR)
+
+
+def sampler_pass_of(loader: DataLoader[Any]) -> object:
+    """An object that is another one in each pass of persistent workers, whose iterator is the same; None without them."""
+    own = pass_of(loader)
+    return None if own is None else vars(own).get("_sampler_iter")
+
+
+def end_workers(loader: DataLoader[Any]) -> None:
+    """Ends persistent workers at once; publicly they end when the loader is freed, whoever still refers to it."""
+    if isinstance(own := pass_of(loader), _MultiProcessingDataLoaderIter):
+        own._shutdown_workers()
