@@ -628,9 +628,8 @@ class Trainer(Loop):
             [self.should_terminate_single_epoch, self.requests.stop_epoch] if self.progress.epoch_open else []
         )
         saved["carried"] = state.carried.state_dict()
-        clash = next((key for key in self.state_dict_user_keys if key in saved), None)
-        if clash is not None:
-            raise ValueError(f"state_dict_user_keys must not have names of the trainer's own, got {clash!r}")
+        if clashes := saved.keys() & {*self.state_dict_user_keys}:
+            raise ValueError(f"state_dict_user_keys must not have names of the trainer's own, got {min(clashes)!r}")
         return saved | {key: getattr(state, key) for key in self.state_dict_user_keys}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -597,7 +597,7 @@ def test_no_test_imports_from_a_conftest():
 
 @pytest.mark.parametrize(
     ("mode", "files", "functions", "calls"),
-    [("plain", 20, 68, 87), ("metrics", 23, 80, 114), ("save", 38, 193, 566)],
+    [("plain", 20, 68, 87), ("metrics", 23, 80, 114), ("save", 37, 166, 451)],
     ids=["plain", "metrics", "save"],
 )
 def test_one_update_enters_no_more_than_it_did(mode: str, files: int, functions: int, calls: int):
