@@ -316,6 +316,10 @@ class Checkpoint(Handler):
         if manifest is not None:
             self.cadence.note_resumed(manifest)
 
+    def forget_resumed(self) -> None:
+        """The run has got another state since it resumed: that of the checkpoint is not put back any more."""
+        self._attached()[1].finish()
+
     def _start(self, trainer: Trainer) -> None:
         """When `run` begins: prepares saving, and says what may not be exact."""
         self._is_running = True

@@ -30,9 +30,11 @@ __all__ = ["Handover"]
 
 @runtime_checkable
 class _SavesMore(Protocol):
-    """A `Checkpoint`, which knows the user's additional objects."""
+    """A `Checkpoint`, which knows the user's additional objects, and may have resumed from a state of its own."""
 
     to_save: Mapping[str, Stateful]
+
+    def forget_resumed(self) -> None: ...
 
 
 class Handover:
@@ -86,15 +88,18 @@ class Handover:
         taken.restore()
         trainer = self._trainer
         in_epoch = trainer.state_dict()["epoch_iteration"] > 0
-        # Handlers of these events, such as metrics that reset themselves, change what was restored. Attached now, so that it
-        # comes after that of a Checkpoint which has resumed from an older state.
-        event = Events.EPOCH_STARTED if in_epoch else Events.STARTED
+        if isinstance(trainer.checkpoint, _SavesMore):
+            trainer.checkpoint.forget_resumed()
 
         def put_back() -> None:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
             taken.restore_objects()
 
-        handle = trainer.append_event_handler(event, put_back)
+        # Handlers of these events, such as metrics that reset themselves, change what was restored. A run that is stopped
+        # already ends before its epoch is continued; there the state is put back before a Checkpoint saves it.
+        handles = [trainer.append_event_handler(Events.EPOCH_STARTED if in_epoch else Events.STARTED, put_back)]
+        handles += [trainer.add_event_handler(event, put_back) for event in (Events.TERMINATE, Events.COMPLETED)]
 
     def _run(self) -> tuple[SavedRun, StateRules]:
         saves = self._trainer.checkpoint
