@@ -129,7 +129,7 @@ PROBES = {
 # Where private names of torch and Ignite may stand. The tests of `tests/internals/` say of each what must be true of it.
 HAVE_PRIVATE_NAMES = ("ignite_train/internals/", "ignite_train/fast/")
 # Private names of torch and Ignite that a file of ours has given to something else, too.
-OF_OTHERS = {"_model": "ignite.distributed.utils"}
+OF_OTHERS = {"_model": "ignite.distributed.utils", "_version": "Tensor"}
 # Strings that look like private names and are none: file, string, and what it is.
 NO_NAMES_OF_OTHERS = {
     ("handlers/reduce_on_plateau.py", "_latest_update"): "a key in its own state",
