@@ -28,7 +28,7 @@ CARDS = 12
 def run(directory: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Runs `elastic_runs` in a process of its own, which forks its replicas before it has a thread."""
     command = [sys.executable, str(RUNS), str(directory), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=elastic_runs.SECONDS + 60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=elastic_runs.SECONDS_WITH_KILLS + 60, check=False)
 
 
 def ends_of(directory: Path) -> list[Any]:
