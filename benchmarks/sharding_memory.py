@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typer import Option
 
-from ignite_train import ForwardOutput, TrainEvents, create_trainer
+from ignite_train import ForwardOutput, TrainEvents, UpdateOptions, create_trainer
 from interleaving import table
 
 PAGE = Path(__file__).parent.parent / "docs/distributed.md"
@@ -87,6 +87,7 @@ WAYS: dict[str, Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]] 
     "the same, `ZeroRedundancyOptimizer` (ZeRO-1)": zero_1,
     "`fully_shard`, `reshard_after_forward=False` (as ZeRO-2)": zero_2,
     "`fully_shard` (as ZeRO-3)": zero_3,
+    "the same, `reduce_each_micro_batch=True`": zero_3,
 }
 
 
@@ -141,7 +142,8 @@ def measure(way: str, accumulation: int, width: int = WIDTH, layers: int = LAYER
     gradients: list[int] = []
     with MostAtOnce() as watch:
         model, optimizer = WAYS[way](build_model(width, layers))
-        trainer = create_trainer(model, optimizer, forward, accumulation_steps=accumulation, protect=False)
+        options = UpdateOptions(reduce_each_micro_batch="reduce_each_micro_batch" in way)
+        trainer = create_trainer(model, optimizer, forward, accumulation_steps=accumulation, protect=False, options=options)
 
         @trainer.on(TrainEvents.BACKWARD_COMPLETED)
         def look() -> None:

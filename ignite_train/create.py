@@ -161,14 +161,14 @@ def create_trainer(
     if options.reduction == "elastic":
         options = _checked_elastic(options, seed, model, compiled=compile is not False)
     bound, device = bind_forward(forward, lambda: state), next(model.parameters()).device
-    accumulates, replays = accumulation_steps != 1, options.uneven == "replay"
     crossing = crossing_for(
         model,
         options.reduction,
-        accumulates=accumulates,
-        in_step=replays,
+        accumulates=accumulation_steps != 1,
+        in_step=options.uneven == "replay",
         carried=state.carried,
         data_dims=options.data_dims,
+        in_each=options.reduce_each_micro_batch,
     )
     gradients, stepper = _gradients_and_stepper(crossing.module, optimizers)
     passes = ForwardBackward(

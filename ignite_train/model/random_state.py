@@ -106,7 +106,7 @@ class RandomState:
         return not all(torch.equal(state, backend.get_rng_state(device)) for backend, device, state in self._on_devices)
 
     def moved(self) -> list[Generator]:
-        """Those of the generators that have been drawn from since; those of devices are left out."""
+        """The generators that have been drawn from since; generators of devices are left out."""
         alike = map(_are_alike, map(get_generator_state, self._generators), self._states)
         return [*compress(self._generators, map(not_, alike))]
 
@@ -197,7 +197,7 @@ class _NumpyState:
         return {**self._known, "state": {**words, "key": words["key"].copy()}}
 
     def note(self, state: Mapping[str, Any]) -> None:
-        """Remembers what the state is now, if the memory holds what is expected there."""
+        """Remembers the state, if the memory holds what is expected there."""
         self._known, words = None, state["state"]
         self._words = _words_in_memory()
         if not state.get("has_gauss", 1) and words.keys() >= {"key", "pos"}:

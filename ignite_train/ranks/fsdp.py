@@ -1,11 +1,12 @@
-"""Models sharded by `fully_shard` (FSDP2): gradients are reduced to shards in the last backward only."""
+"""Models sharded by `fully_shard` (FSDP2): gradients are reduced to shards in the last backward only, or in each."""
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import cycle
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ignite_train.errors import UnlikeParametersError
 from ignite_train.internals.of_distributed import forget_iteration, parameter_groups
+from ignite_train.internals.of_torch import version_of
 from ignite_train.model.gradients import Gradients
 from ignite_train.ranks import collectives
 from ignite_train.ranks.data_ranks import DataRanks
@@ -20,14 +22,15 @@ from ignite_train.ranks.mesh import MeshCrossing
 from ignite_train.ranks.messages import Piggyback
 from ignite_train.ranks.placeholders import Placeholders
 
-__all__ = ["FSDPCrossing", "SameParameters", "check_divide_factors", "spans_all_ranks"]
+__all__ = ["FSDPCrossing", "SameParameters", "check_sharding", "spans_all_ranks"]
 
 
 class FSDPCrossing(MeshCrossing):
     """FSDP2: gradients stay whole and local until the last backward scatters their mean over the ranks.
 
-    That keeps a whole gradient in memory for the price of one reduction an update. The norm needs the shards of all ranks:
-    each rank's share of it travels with the statistics, whose reduction therefore starts after the last backward.
+    That keeps a whole gradient in memory for the price of one reduction an update. With `in_each` every backward scatters, and
+    what a rank keeps between micro-batches is its shards. The norm needs the shards of all ranks: each rank's share of it
+    travels with the statistics, whose reduction therefore starts after the last backward.
 
     Every forward and backward gathers parameters from all ranks, so a rank without data has to run them too: on what another
     rank runs at the same time, so that both use the same modules.
@@ -39,25 +42,39 @@ class FSDPCrossing(MeshCrossing):
         root: the module that `fully_shard` was applied to last.
         placeholders: what a rank without data runs on.
         data_ranks: over which ranks samples differ; None: over all of them.
+        in_each: whether each backward reduces.
     """
 
-    def __init__(self, root: nn.Module, placeholders: Placeholders, data_ranks: DataRanks | None = None) -> None:
+    def __init__(
+        self, root: nn.Module, placeholders: Placeholders, data_ranks: DataRanks | None = None, *, in_each: bool = False
+    ) -> None:
         super().__init__(root, placeholders, DataRanks.all_ranks() if data_ranks is None else data_ranks)
         self.averaged_over = max(_num_ranks(group.mesh_info) for group in parameter_groups(root))
         self._root: Any = root
+        self._in_each, self._used = in_each, list[set[int]]()
         self._same_parameters = SameParameters()
         self._has_begun = False  # an update, which has not ended
 
     def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:
-        """As in `MeshCrossing`. Drops first what an update that was broken off has left."""
+        """See `MeshCrossing`. Has FSDP2 forget an update that was broken off first."""
         if self._has_begun:
             forget_iteration(self._root)
-        self._has_begun = True
+        self._has_begun, self._used = True, []
         return super().num_placeholders(group, max_micro_batches)
 
     def context(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Backward leaves whole gradients on this rank, unless it is the last."""
+        """Backward leaves whole gradients on this rank, unless it is the last or each one reduces."""
+        if self._in_each:
+            return self._noting()
         return nullcontext() if last else self._unsynchronised()
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Notes which parameters this backward has reduced a gradient of."""
+        parameters = list(self._root.parameters())
+        before = [*map(_gradient_mark, parameters)]
+        yield
+        self._used.append({id(one) for one, was in zip(parameters, before, strict=True) if _gradient_mark(one) != was})
 
     @contextmanager
     def _unsynchronised(self) -> Iterator[None]:
@@ -73,12 +90,12 @@ class FSDPCrossing(MeshCrossing):
         super().close(applied=applied)
 
     def _riders(self, gradients: Gradients) -> list[Piggyback]:
-        self._same_parameters.look(gradients)
+        self._same_parameters.look(gradients, self._used)
         return [*super()._riders(gradients), self._same_parameters]
 
 
 class SameParameters(Piggyback):
-    """Compares over the ranks which parameters have a gradient, before the step.
+    """Compares over the ranks of which parameters each reduction had a gradient, before the step.
 
     FSDP2 reduces those gradients of a group of parameters that there are on each rank, end to end. Where a rank has used other
     parameters than the rest, of the same shapes, it adds up gradients of different parameters without an error.
@@ -90,14 +107,20 @@ class SameParameters(Piggyback):
     payload_size = 4
 
     def __init__(self) -> None:
-        self._present: list[bool] = []
+        self._present: list[bool] = []  # of each reduction, one after the other
         self._words = [0.0] * self.payload_size
         self._gradients: Gradients | None = None
 
-    def look(self, gradients: Gradients) -> None:
-        """Looks which parameters have one, after the last backward."""
+    def look(self, gradients: Gradients, used: Sequence[Container[int]] = ()) -> None:
+        """Looks which parameters have one, after the last backward.
+
+        Args:
+            gradients: of the trainer's optimizers.
+            used: for each reduction the ids of the parameters that it was about; empty if there was one, in the last backward.
+        """
         self._gradients = gradients
-        present = [parameter.grad is not None for parameter in gradients.parameters()]
+        parameters = gradients.parameters()
+        present = [id(one) in ids for ids in used for one in parameters] or [one.grad is not None for one in parameters]
         if present != self._present:
             checksum = zlib.crc32(bytes(present))
             words = checksum >> 16, checksum & 0xFFFF
@@ -123,7 +146,7 @@ class SameParameters(Piggyback):
             return
         of_ranks = collectives.gather_objects(self._present)
         parameters = [] if self._gradients is None else self._gradients.parameters()
-        for parameter, on_rank in zip(parameters, zip(*of_ranks, strict=True), strict=True):
+        for parameter, on_rank in zip(cycle(parameters), zip(*of_ranks, strict=True), strict=False):
             if len({*on_rank}) > 1 and self._gradients is not None:
                 have = tuple(rank for rank, has_one in enumerate(on_rank) if has_one)
                 raise UnlikeParametersError(self._gradients.name(parameter), have)
@@ -132,17 +155,23 @@ class SameParameters(Piggyback):
         """Nothing is left to compare after an update."""
 
 
-def check_divide_factors(root: nn.Module) -> None:
-    """Sees to it that FSDP2 divides all gradients by one number: the most ranks that it sums some of them over.
+def check_sharding(root: nn.Module) -> None:
+    """Sees to it that FSDP2 reduces all gradients, and divides them by one number: the most ranks that it sums some over.
 
-    Where it sums those of some modules over fewer ranks, as those of experts are, it is told that number.
+    Where it sums the gradients of some modules over fewer ranks, such as experts, it is told that number.
 
     Raises:
-        ValueError: `set_gradient_divide_factor` was called with another number.
+        ValueError: a setting of torch's is in the way of that.
     """
     groups = parameter_groups(root)
     sizes = [_num_ranks(group.mesh_info) for group in groups]
     for group in groups:
+        if not (group.reduce_grads and group.all_reduce_grads):
+            name = "set_requires_all_reduce" if group.reduce_grads else "set_requires_gradient_sync"
+            raise ValueError(
+                f"model must leave it to the trainer when gradients are reduced, got {name}(False); leave that call out: they "
+                "are reduced in the last backward, or in each with options=UpdateOptions(reduce_each_micro_batch=True)"
+            )
         factor = group.gradient_divide_factor
         if factor is not None and factor != max(sizes):
             raise ValueError(
@@ -151,6 +180,14 @@ def check_divide_factors(root: nn.Module) -> None:
             )
         if _num_ranks(group.mesh_info) != max(sizes):
             group.gradient_divide_factor = float(max(sizes))
+
+
+def _gradient_mark(parameter: nn.Parameter) -> tuple[int, int]:
+    """Another one after a backward that has reduced a gradient of it."""
+    gradient = parameter.grad
+    if gradient is None:
+        return 0, 0
+    return id(gradient), version_of(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
 
 
 def spans_all_ranks(root: nn.Module) -> bool:

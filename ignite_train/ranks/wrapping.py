@@ -13,12 +13,13 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ignite_train.arguments import one_of
 from ignite_train.carried import Carried
 from ignite_train.internals.of_distributed import reduced_late
+from ignite_train.model.memory_layout import gradient_dtype
 from ignite_train.ranks import collectives
 from ignite_train.ranks.crossing import AloneCrossing, Crossing
 from ignite_train.ranks.data_ranks import DataRanks, data_ranks_of
 from ignite_train.ranks.ddp import DDPCrossing
 from ignite_train.ranks.elastic import ElasticCrossing
-from ignite_train.ranks.fsdp import FSDPCrossing, check_divide_factors, spans_all_ranks
+from ignite_train.ranks.fsdp import FSDPCrossing, check_sharding, spans_all_ranks
 from ignite_train.ranks.members import Members, check_elastic
 from ignite_train.ranks.mesh import MeshCrossing
 from ignite_train.ranks.placeholders import PlaceholderCrossing, Placeholders
@@ -37,6 +38,7 @@ def crossing_for(
     in_step: bool = False,
     carried: Carried | None = None,
     data_dims: Sequence[str] | None = None,
+    in_each: bool = False,
 ) -> Crossing:
     """Chooses how the gradients of `model` cross ranks. Collective.
 
@@ -47,6 +49,7 @@ def crossing_for(
         in_step: whether all ranks are to run forward equally often, those with less data on placeholders.
         carried: what forward carries from micro-batch to micro-batch.
         data_dims: the names of the mesh dimensions over which samples differ; None where they can be found.
+        in_each: whether `fully_shard` reduces in each backward.
 
     Raises:
         TypeError: the model is wrapped in a way that cannot be right.
@@ -61,7 +64,12 @@ def crossing_for(
         raise TypeError("model must not be a DataParallel, whose replicas are threads; run one process for each device instead")
     data_ranks = data_ranks_of_any(model, data_dims)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return _sharded(model, name, Placeholders(model, carried), data_ranks)
+        return _sharded(model, name, Placeholders(model, carried), data_ranks, in_each=in_each)
+    if in_each and collectives.world_size() > 1:
+        raise ValueError(
+            f"model must have fully_shard applied to it for reduce_each_micro_batch=True, got {type(model).__name__} without; "
+            "leave the option out: other gradients are whole on each rank anyway, so that it would only send more"
+        )
     if data_ranks.mesh is not None:
         return _on_mesh(model, name, Placeholders(model, carried), data_ranks)
     crossing = _replicated(model, name, accumulates=accumulates)
@@ -157,7 +165,9 @@ def _on_mesh(model: nn.Module, name: ReductionName, placeholders: Placeholders, 
     return MeshCrossing(model, placeholders, data_ranks)
 
 
-def _sharded(model: nn.Module, name: ReductionName, placeholders: Placeholders, data_ranks: DataRanks) -> FSDPCrossing:
+def _sharded(
+    model: nn.Module, name: ReductionName, placeholders: Placeholders, data_ranks: DataRanks, *, in_each: bool
+) -> FSDPCrossing:
     if name not in ("auto", "fsdp"):
         raise ValueError(f"reduction must be 'auto' or 'fsdp' for a model that fully_shard was applied to, got {name!r}")
     if isinstance(model, (nn.ModuleDict, nn.ModuleList)):
@@ -166,14 +176,17 @@ def _sharded(model: nn.Module, name: ReductionName, placeholders: Placeholders, 
             "whose forward calls its parts and apply fully_shard to that, or pass it without fully_shard and with "
             "options=UpdateOptions(reduction='explicit')"
         )
+    _refuse_wide_gradients(
+        model, "leave grad_dtype out and pass fully_shard mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+    )
     whole = [key for key, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if whole or not isinstance(model, FSDPModule):
         raise ValueError(
             f"model must have fully_shard applied to the root module, last, got one where {(whole or ['the root'])[0]!r} is "
             "not sharded; its gradient would not cross the ranks"
         )
-    check_divide_factors(model)
-    return FSDPCrossing(model, placeholders, data_ranks)
+    check_sharding(model)
+    return FSDPCrossing(model, placeholders, data_ranks, in_each=in_each)
 
 
 def _hooked(model: nn.Module, ddp: DistributedDataParallel, name: ReductionName) -> Crossing:
@@ -196,7 +209,18 @@ def _hooked(model: nn.Module, ddp: DistributedDataParallel, name: ReductionName)
         )
     if name == "auto" and crossing.averaged_over > 1 and SmallReplicasCrossing.fits(ddp):
         return SmallReplicasCrossing(model, ddp)
+    _refuse_wide_gradients(ddp, "pass the module inside with options=UpdateOptions(reduction='explicit')")
     return crossing
+
+
+def _refuse_wide_gradients(model: nn.Module, remedy: str) -> None:
+    """Torch's wrappers fail in the first backward where a gradient has another dtype than its parameter."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and gradient_dtype(parameter) != parameter.dtype:
+            raise ValueError(
+                f"model must have gradients of the dtype of its parameters in its wrapper, got {gradient_dtype(parameter)} as "
+                f"grad_dtype of {name}, which is {parameter.dtype}; {remedy}"
+            )
 
 
 def _find_ddp(model: nn.Module) -> DistributedDataParallel | None:

@@ -83,6 +83,9 @@ class UpdateOptions:
             such as `("dp",)`, or `("dp", "cp")` where each rank of a context-parallel group adds up the loss of its own tokens.
             Ranks that differ in other dimensions only are fed the same micro-batches, and count them once. Found where
             `fully_shard` alone has made the DTensors, over all ranks; required elsewhere; `()` if all ranks are fed the same.
+        reduce_each_micro_batch: have `fully_shard` reduce the gradients in the backward of each micro-batch, so that a rank
+            keeps its shards of them between micro-batches and not the whole. It costs a reduction for each further
+            micro-batch, and the ranks must use the same parameters in each.
         fast: use the accelerations that change no result beyond the rounding of one multiplication: a fused optimizer divides
             the gradients inside its kernel, which is called directly; on an accelerator a step is queued before the host has
             read the update's numbers; `compile="update"`. False takes the plain way, which is what they are compared with; so
@@ -109,6 +112,7 @@ class UpdateOptions:
     none_is_empty: bool = False
     sample_sizes: SampleSizes | None = None
     data_dims: Sequence[str] | None = None
+    reduce_each_micro_batch: bool = False
     fast: bool = True
 
     def __post_init__(self) -> None:

@@ -24,7 +24,9 @@ _ENDED_ITSELF = frozenset({End.STEPPED, End.SKIPPED, End.NO_SAMPLES})
 
 
 class Parts:
-    """What an update changes besides the parameters. A part that has nothing to do in this set-up is not in the list of them.
+    """The parts of the journal: all that an update changes besides the parameters.
+
+    A part that has nothing to do in this set-up is left out of the list.
 
     Args:
         passes: forward and backward.

@@ -21,6 +21,14 @@ __all__ = ["OneStepper", "SeveralSteppers", "Stepper"]
 
 _NOTHING = nullcontext()
 _FUSED = methodcaller("get", "fused")
+_OUT_OF_MEMORY = (
+    "the optimizer ran out of memory in its step; its first step makes moments, of the size of the parameters: use smaller "
+    "micro-batches with more accumulation_steps, or an optimizer with fewer moments"
+)
+_OTHER_DTYPE = (
+    "takes no gradients of another dtype than the parameters, as grad_dtype has made them; torch's SGD does, and for others a "
+    "handler of GRADIENTS_REDUCED can round the mean once (docs/programs.md)"
+)
 
 
 class Stepper(Protocol):
@@ -96,18 +104,18 @@ class OneStepper:
         self.step(evaluate)
 
     def step(self, *closure: Callable[[], Tensor]) -> None:
-        """Calls the optimizer's own step, along the gradients as they are."""
+        """Calls the optimizer's own step, along the gradients in `.grad`."""
         # A closure may find other gradients, for which groups are switched within the step.
         switches = closure or self.inner or self.kernels.unfused
         with self._all_kernels() if switches else _NOTHING, self._watched:
             try:
                 self.optimizer.step(*closure)  # type: ignore[arg-type]  # torch declares that a closure returns a float
-            except torch.OutOfMemoryError as error:
-                if not closure:
-                    error.add_note(
-                        "the optimizer ran out of memory in its step; its first step makes moments, of the size of the "
-                        "parameters: use smaller micro-batches with more accumulation_steps, or an optimizer with fewer moments"
-                    )
+            except RuntimeError as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    if not closure:
+                        error.add_note(_OUT_OF_MEMORY)
+                elif any(p.grad is not None and p.grad.dtype != p.dtype for p in self.gradients.parameters()):
+                    error.add_note(f"{type(self.optimizer).__name__} {_OTHER_DTYPE}")
                 raise
 
     def _all_kernels(self) -> ExitStack:

@@ -35,7 +35,8 @@ def test_what_is_measured_is_what_the_sizes_say() -> None:
     """AdamW has two moments of each element, and a count of 4 bytes for each tensor; the ranks divide what is sharded."""
     sizes = [parameter.numel() for parameter in script().build_model(WIDTH, LAYERS).parameters()]
     elements, counts = 4 * sum(sizes), 4 * len(sizes)
-    replicas, zero_1, zero_2, zero_3 = (run_ranks(measured, way) for way in script().WAYS)
+    replicas, zero_1, zero_2, zero_3, reduced = (run_ranks(measured, way) for way in script().WAYS)
+    assert reduced == zero_3  # of one micro-batch
     assert [found[:3] for found in replicas] == [(elements, elements, 2 * elements + counts)] * 2
     assert [found[:2] for found in zero_1] == [(elements, elements)] * 2
     assert sum(found[2] for found in zero_1) == 2 * elements + counts
@@ -54,6 +55,6 @@ def test_the_page_has_a_row_for_each_way() -> None:
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith(("| `", "| the"))]
     assert [row[0].removeprefix("| ") for row in rows] == list(script().WAYS)
     shares = [[float(share) for share in re.findall(r"\((\d\.\d\d)\)", " ".join(row[1:]))] for row in rows]
-    assert [len(row) for row in shares] == [5] * 4
+    assert [len(row) for row in shares] == [5] * 5
     assert shares[0] == [1.0] * 5
-    assert [row[:3] for row in shares[1:]] == [[1.0, 1.0, 0.5], [0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]
+    assert [row[:3] for row in shares[1:]] == [[1.0, 1.0, 0.5], [0.5, 0.5, 0.5], [0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import meshes
-from ignite_train.handlers import GradientMonitor
+from ignite_train import ForwardOutput
+from ignite_train.handlers import GradientMonitor, TrainingMetrics
 from meshes import LAYOUTS, Layout
 from ranks import Ranks
-from tiers import only
+from tiers import only, slow
 
 STEPS = 3
 
@@ -187,39 +189,62 @@ def test_a_fused_optimizer_over_plain_parameters_too_is_refused(four: Ranks) -> 
 # --- what crosses the ranks ---------------------------------------------------------------------------------------------------
 
 
-def _collectives(name: str, steps: int) -> list[tuple[str, int]]:
-    """The library's own collectives in the third of four updates: of which kind, and among how many ranks."""
+OURS = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "gather_object", "barrier")
+
+
+def _logging_much(model: nn.Module, micro_batch: meshes.Sample, layout: Layout) -> ForwardOutput:
+    output = layout.forward(model, micro_batch)
+    return output._replace(logs={f"{name} {number}": 1.0 for name in output.logs for number in range(40)})
+
+
+def _collectives(name: str, steps: int, logs: bool) -> list[tuple[str, int]]:
+    """What the library and `fully_shard` ask torch.distributed for in the third of four updates, and among how many ranks.
+
+    Not what torch's DTensors ask for in forward and backward, nor what shards are gathered and reduced with.
+    """
     layout = LAYOUTS[name]
+    if logs:
+        layout = layout._replace(forward=partial(_logging_much, layout=layout))
     model, mesh = meshes.on_mesh(layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     trainer = meshes.trainer_of(layout, model, optimizer, accumulation_steps=steps, max_grad_norm=meshes.LIMIT)
     GradientMonitor(every=100).attach(trainer)
+    if logs:
+        TrainingMetrics().attach(trainer)
     groups = meshes.groups_of(layout, steps, "ragged", updates=4)
     found: list[tuple[str, int]] = []
-    reduce = dist.all_reduce
 
-    def counted(tensor: Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
-        if trainer.state.iteration == 3:
-            found.append(("sum", dist.get_world_size(group)))
-        return reduce(tensor, *args, group=group, **options)
+    def counting(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, group: Any = None, **options: Any) -> Any:
+            if trainer.state.iteration == 3:
+                found.append((kind, dist.get_world_size(group)))
+            return call(*args, group=group, **options)
 
-    dist.all_reduce = counted
-    try:
+        return counted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in OURS:
+            patch.setattr(dist, kind, counting(kind, getattr(dist, kind)))
         trainer.run([one for group in groups for one in group[meshes.place(layout, mesh)]], max_epochs=1)
-    finally:
-        dist.all_reduce = reduce
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("TP2 x FSDP2", [4]),  # statistics and norm in one; torch sums the gradients
-        ("HSDP 2 x 2", [2, 4]),  # the first is torch's, over the copies
-        ("TP2 x DP2", [2, 4]),  # one bucket over the data dimension before
-        ("EP2 x DP2", [2, 2, 2, 4]),  # the plain parameters over both dimensions, the experts over one
-    ],
-)
-def test_an_update_has_one_small_collective(four: Ranks, name: str, expected: list[int]) -> None:
-    for found in four.run(_collectives, name, 2):
-        assert sorted(size for _, size in found) == expected
+SUMS = {
+    "TP2 x FSDP2": [4],  # statistics and norm in one; torch sums the gradients
+    "HSDP 2 x 2": [2, 4],  # the first is torch's, over the copies
+    "TP2 x DP2": [2, 4],  # one bucket over the data dimension before
+    "SP2 x DP2": [2, 4],
+    "SP2 x FSDP2": [4],
+    "CP2 x FSDP2": [2, 4],  # over the dimension that the shards lack
+    "EP2 x DP2": [2, 2, 2, 4],  # the plain parameters over both dimensions, the experts over one
+    "odd TP2 x FSDP2": [4],
+    "TP4": [4],
+}
+
+
+@pytest.mark.parametrize("logs", [False, slow(True)])
+@pytest.mark.parametrize("name", only(["TP2 x FSDP2", "TP2 x DP2"], LAYOUTS))
+def test_an_update_has_one_small_collective(four: Ranks, name: str, logs: bool) -> None:
+    """Beside the buckets of gradients, however much is logged."""
+    for found in four.run(_collectives, name, 2, logs):
+        assert sorted(found) == [("all_reduce", size) for size in SUMS[name]]

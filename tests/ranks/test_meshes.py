@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Iterator
 from itertools import product
@@ -9,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Shard
@@ -53,8 +52,7 @@ def four() -> Iterator[Ranks]:
 def test_cuts(four: Ranks, name: str, optimizer: str, steps: int, cut: str, limit: float | None) -> None:
     found = four.run(meshes.train, name, optimizer, steps, cut, limit)
     expected = meshes.by_hand(name, optimizer, steps, cut, limit)
-    copies = 2 if name.startswith("CP") else 1  # both ranks of a context-parallel group run each micro-batch, on their tokens
-    assert max(meshes.differences(found, expected, copies)) < TOLERANCE
+    assert max(meshes.differences(found, expected, meshes.copies_of(name))) < TOLERANCE
     if limit is not None:
         assert all(record.grad_norm > limit for record in expected[1])
 
@@ -204,16 +202,29 @@ def test_what_cannot_be_right_is_refused(four: Ranks, what: str, words: str) -> 
         assert message.startswith(words)
 
 
+PARTS, CASES_OF_PART = 20, 15
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@settings(max_examples=300, deadline=None, database=None, derandomize=True)
-@given(st.data())
-def test_random_cases(four: Ranks, data: st.DataObject) -> None:
-    """A layout, a cut, a group size and an optimizer are drawn."""
-    case = [data.draw(st.sampled_from(part)) for part in ([*LAYOUTS], [*meshes.OPTIMIZERS], range(1, 6), ["ragged", "missing"])]
-    name, optimizer, steps, cut = case
-    limit = data.draw(st.sampled_from([None, 0.01, LIMIT, 10.0]))
-    seed = data.draw(st.integers(0, 2**31))
-    found = four.run(meshes.train, name, optimizer, steps, cut, limit, seed)
-    expected = meshes.by_hand(name, optimizer, steps, cut, limit, seed)
-    assert max(meshes.differences(found, expected, 2 if name.startswith("CP") else 1)) < TOLERANCE
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_cases(four: Ranks, part: int) -> None:
+    """A layout, a mesh, a cut, a group size, an optimizer and a limit are drawn: 300 cases, each a function of its seed."""
+    found = {seed: _difference(four, seed) for seed in range(part * CASES_OF_PART, (part + 1) * CASES_OF_PART)}
+    assert {seed: value for seed, value in found.items() if not value < TOLERANCE} == {}
+
+
+def _difference(four: Ranks, seed: int) -> float:
+    """The largest difference from one process in the case of this seed."""
+    chance = random.Random(seed)  # noqa: S311
+    name = chance.choice([*LAYOUTS, *meshes.UNUSUAL])
+    case = (
+        name,
+        chance.choice([*meshes.OPTIMIZERS]),
+        chance.randint(1, 5),
+        chance.choice(["ragged", "missing"]),
+        chance.choice([None, 0.01, LIMIT, 10.0]),
+        chance.randrange(2**31),
+    )
+    found, expected = four.run(meshes.train, *case), meshes.by_hand(*case)
+    return max(meshes.differences(found, expected, meshes.copies_of(name)))

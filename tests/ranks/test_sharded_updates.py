@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from ignite_train import ForwardOutput, Trainer, TrainEvents, UnlikeParametersError, create_trainer
+from ignite_train import ForwardOutput, Trainer, TrainEvents, UnlikeParametersError, UpdateOptions, create_trainer
 from ignite_train.model.gradients import Gradients
 from ignite_train.ranks import collectives
 from ignite_train.ranks.fsdp import SameParameters
@@ -66,14 +66,15 @@ def flat(model: nn.Module) -> list[float]:
     return torch.cat([parameter.detach().flatten() for parameter in whole]).tolist()
 
 
-def make(model: nn.Module, steps: int) -> Trainer:
-    return create_trainer(model, torch.optim.SGD(model.parameters(), lr=RATE), forward, accumulation_steps=steps)
+def make(model: nn.Module, steps: int, **options: Any) -> Trainer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    return create_trainer(model, optimizer, forward, accumulation_steps=steps, options=UpdateOptions(**options))
 
 
 # --- ranks that use different parameters ---
 
 
-def train(updates: list[list[list[str]]], each: bool, *, unused: bool = False) -> tuple[str, list[float]]:
+def train(updates: list[list[list[str]]], each: bool, *, unused: bool = False, **options: Any) -> tuple[str, list[float]]:
     """The error, if any, and the weights; `each`: the layers are sharded one by one too."""
     model = branches()
     for part in (model.left, model.right) if each else ():
@@ -81,7 +82,7 @@ def train(updates: list[list[list[str]]], each: bool, *, unused: bool = False) -
     sharded = fully_shard(model)
     if unused:
         sharded.set_reduce_scatter_unused_params(True)
-    trainer = make(model, len(updates[0][0]))
+    trainer = make(model, len(updates[0][0]), **options)
     rank, error = idist.get_rank(), ""
     try:
         trainer.run(micro_batches(rank, [name for update in updates for name in update[rank]]), max_epochs=1)
@@ -143,6 +144,24 @@ def test_ranks_that_use_different_parameters_are_refused_before_the_step() -> No
         for error, weights in (unlike, unlike_each):
             assert error == "'left.weight' on (0,)"
             assert weights == pytest.approx(by_hand([begin]))
+
+
+CROSSED = [["left", "right"], ["right", "left"]]  # both ranks have both gradients in the end
+
+
+def reduced_in_each() -> list[tuple[str, list[float]]]:
+    alike = [["left", "right"]] * 2
+    return [train([alike, one], False, reduce_each_micro_batch=True) for one in (alike, CROSSED)]
+
+
+def test_each_reduction_is_compared_where_each_backward_reduces() -> None:
+    """In the first micro-batch FSDP2 adds the gradient of one layer to that of another, although all have both in the end."""
+    alike = [["left", "right"]] * 2
+    for (error, weights), (crossed, unmoved) in run_ranks(reduced_in_each):
+        assert error == ""
+        assert weights == pytest.approx(by_hand([alike, alike]))
+        assert crossed == "'left.weight' on (0,)"
+        assert unmoved == pytest.approx(by_hand([alike]))
 
 
 def with_zeros_of_torch() -> tuple[str, list[float]]:

@@ -191,6 +191,29 @@ LAYOUTS = {
 }
 
 
+UNUSUAL = {
+    "TP4 x DP1": LAYOUTS["TP2 x DP2"]._replace(shape=(1, 4)),
+    "TP1 x DP4": LAYOUTS["TP2 x DP2"]._replace(shape=(4, 1)),
+    "TP4 x FSDP1": LAYOUTS["TP2 x FSDP2"]._replace(shape=(1, 4)),
+    "TP1 x FSDP4": LAYOUTS["TP2 x FSDP2"]._replace(shape=(4, 1)),
+    "SP1 x FSDP4": LAYOUTS["SP2 x FSDP2"]._replace(shape=(4, 1)),
+    "HSDP 4 x 1": LAYOUTS["HSDP 2 x 2"]._replace(shape=(4, 1)),
+    "HSDP 1 x 4": LAYOUTS["HSDP 2 x 2"]._replace(shape=(1, 4)),
+    "CP4 x FSDP1": LAYOUTS["CP2 x FSDP2"]._replace(shape=(1, 4)),
+    "CP1 x FSDP4": LAYOUTS["CP2 x FSDP2"]._replace(shape=(4, 1)),
+}
+
+
+def layout_of(name: str) -> Layout:
+    """One of both tables."""
+    return LAYOUTS[name] if name in LAYOUTS else UNUSUAL[name]
+
+
+def copies_of(name: str) -> int:
+    """How many ranks run each micro-batch and count it: all of a context-parallel group, each on its tokens."""
+    return int(name[2]) if name.startswith("CP") else 1
+
+
 def new_model(layout: Layout) -> nn.Module:
     """Whole, with the same weights in each process."""
     torch.manual_seed(3)
@@ -271,7 +294,7 @@ def train(
     name: str, optimizer: str, steps: int, cut: str, limit: float | None, seed: int = 5
 ) -> tuple[dict[str, Tensor], list[Record]]:
     """The parameters and the records after three updates on a mesh."""
-    layout = LAYOUTS[name]
+    layout = layout_of(name)
     model, mesh = on_mesh(layout)
     trainer = trainer_of(
         layout, model, OPTIMIZERS[optimizer](model.parameters()), accumulation_steps=steps, max_grad_norm=limit
@@ -291,7 +314,7 @@ def by_hand(
     name: str, optimizer: str, steps: int, cut: str, limit: float | None, seed: int = 5
 ) -> tuple[dict[str, Tensor], list[Record]]:
     """The same on one process, with torch alone."""
-    layout = LAYOUTS[name]
+    layout = layout_of(name)
     model = new_model(layout)
     stepping, records = OPTIMIZERS[optimizer](model.parameters()), []
     for group in groups_of(layout, steps, cut, seed=seed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ignite.distributed as idist
@@ -10,10 +11,15 @@ import pytest
 import torch
 from ignite.engine import Events
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train import ForwardOutput, Trainer, TrainEvents, UpdateOptions, create_trainer
 from ignite_train.ranks import replicas
 from ranks import run_ranks
+from tiers import slow
 
 VALUES = [[256.0, 1.0, 1.0], [1.0, 1.0, 254.0]]  # of two ranks; in bfloat16 256 + 1 is 256
 
@@ -47,6 +53,83 @@ def test_small_gradients_are_not_lost(wide: bool, expected: float, recovery: str
     assert model.weight.tolist() == [[-expected] * 4]
     assert state.update_output is not None
     assert state.update_output.grad_norm == pytest.approx(2 * (86.0 if wide else 256 / 3), rel=1e-7)
+
+
+def in_wrapper(way: str, dtype: str, world_size: int) -> list[Any]:
+    """Dtype and values of the weight after an update of three micro-batches, whose gradients are 256, 1 and 1 or reversed."""
+    model = nn.Linear(4, 3, bias=False)
+    nn.init.zeros_(model.weight)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    if dtype == "bfloat16":
+        model = model.to(torch.bfloat16)
+    else:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    wrapped: nn.Module = model
+    if way == "small ddp":
+        wrapped = DistributedDataParallel(model)
+    elif way == "fsdp":
+        wrapped = fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)), mp_policy=policy)
+    if way != "fsdp":
+        for parameter in wrapped.parameters():
+            parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0, fused=True if way == "explicit, fused" else None)
+    options = UpdateOptions(reduction="explicit" if way.startswith("explicit") else "auto")
+    trainer = create_trainer(wrapped, optimizer, forward, accumulation_steps=3, options=options)
+    values = [256.0, 1.0, 1.0] if idist.get_rank() == 0 else [1.0, 1.0, 256.0]
+    trainer.run([torch.full((1, 4), value, dtype=model.weight.dtype) for value in values])
+    weight = next(wrapped.parameters())
+    return [str(weight.dtype), (weight.full_tensor() if isinstance(weight, DTensor) else weight).tolist()]
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+@pytest.mark.parametrize(
+    ("way", "dtype", "world_size"),
+    [
+        ("explicit", "bfloat16", 3),
+        slow("explicit, fused", "bfloat16", 2),
+        slow("small ddp", "bfloat16", 2),
+        slow("fsdp", "bfloat16", 3),
+        ("fsdp", "float32", 2),
+        slow("fsdp", "float32", 3),
+    ],
+)
+def test_each_way_accumulates_in_float32(way: str, dtype: str, world_size: int) -> None:
+    """258 on each rank, and so 86 a sample; accumulated in bfloat16 rank 0 has 256, which gives less."""
+    for found in run_ranks(in_wrapper, way, dtype, world_size, world_size=world_size):
+        assert found[0] == f"torch.{dtype}"
+        expected = torch.full((3, 4), -86.0)
+        assert (
+            torch.equal(torch.tensor(found[1]), expected)
+            if dtype == "bfloat16"
+            else torch.allclose(torch.tensor(found[1]), expected, rtol=1e-6, atol=0)
+        )
+
+
+def refused(way: str) -> str:
+    model = nn.Linear(128, 256).to(torch.bfloat16)
+    wrapped: nn.Module = (
+        DistributedDataParallel(model) if way == "ddp" else fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    )
+    for parameter in wrapped.parameters():
+        parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="model must have gradients of the dtype of its parameters") as raised:
+        create_trainer(wrapped, torch.optim.SGD(wrapped.parameters(), lr=1.0), forward)
+    return str(raised.value)
+
+
+def test_wrappers_of_torch_that_cannot_are_refused() -> None:
+    """Both fail in the first backward, DistributedDataParallel with `Expected BFloat16, got Float`."""
+    assert all("pass the module inside" in message for message in run_ranks(refused, "ddp"))
+    assert all("MixedPrecisionPolicy(reduce_dtype=torch.float32)" in message for message in run_ranks(refused, "fsdp"))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_that_cannot_step_along_them_says_what_to_do(fused: bool) -> None:
+    """AdamW of torch raises what names neither the optimizer nor the cause."""
+    _, trainer = make(partial(torch.optim.AdamW, fused=fused))
+    with pytest.raises(RuntimeError, match="BFloat16") as raised:
+        trainer.run(data())
+    assert any("AdamW takes no gradients of another dtype" in note for note in raised.value.__notes__)
 
 
 def on_ranks(elements_beside_statistics: int) -> list[Any]:
