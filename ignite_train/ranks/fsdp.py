@@ -72,9 +72,9 @@ class FSDPCrossing(MeshCrossing):
     def _noting(self) -> Iterator[None]:
         """Notes which parameters this backward has reduced a gradient of."""
         parameters = list(self._root.parameters())
-        before = [*map(_version, parameters)]
+        before = [*map(_gradient_mark, parameters)]
         yield
-        self._used.append({id(one) for one, version in zip(parameters, before, strict=True) if _version(one) != version})
+        self._used.append({id(one) for one, was in zip(parameters, before, strict=True) if _gradient_mark(one) != was})
 
     @contextmanager
     def _unsynchronised(self) -> Iterator[None]:
@@ -182,7 +182,7 @@ def check_sharding(root: nn.Module) -> None:
             group.gradient_divide_factor = float(max(sizes))
 
 
-def _version(parameter: nn.Parameter) -> tuple[int, int]:
+def _gradient_mark(parameter: nn.Parameter) -> tuple[int, int]:
     """Another one after a backward that has reduced a gradient of it."""
     gradient = parameter.grad
     if gradient is None:
