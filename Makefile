@@ -20,7 +20,7 @@ BENCH_INSTALLED := $(BENCH_VENV)/installed
 # Waiting threads that spin take the cores from those that work.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: demo digits quick test slow test-all check nightly without-fast mutants torch-versions ignite-suite libraries migration simulated-accelerator xla-test wheel-test docs gallery curve bench bench-gpu clean
+.PHONY: demo digits quick test slow test-all check nightly without-fast mutants torch-versions ignite-suite libraries recipes migration simulated-accelerator xla-test wheel-test docs gallery curve bench bench-gpu clean
 
 demo: $(INSTALLED)  ## train the language model; NPROC=2 for two processes
 	@echo "Training a small GPT on the source text of Python's standard library, for some minutes. Ctrl-C stops and saves it."
@@ -65,6 +65,9 @@ ignite-suite: $(INSTALLED)  ## Ignite's own tests, and the code of its documenta
 
 libraries: $(INSTALLED)  ## training with the libraries that people use, into docs/libraries.md; LIBRARIES="timm peft" for some; downloads some GB once
 	$(BIN)/python tests/libraries/run.py $(LIBRARIES)
+
+recipes: $(INSTALLED)  ## LoRA, a ViT and a segmentation beside loops by hand and the libraries' own trainers, into docs/recipes.md
+	$(BIN)/python benchmarks/recipes.py
 
 migration: $(INSTALLED) $(BENCH_INSTALLED)  ## the scripts of docs/migration.md, of the peers and ours, with their numbers compared; downloads the peers once
 	PEERS_PYTHON=$(BENCH_VENV)/bin/python $(COMPILED) $(BIN)/python -m pytest -q -m 'nightly or not nightly' tests/examples/test_migration.py

@@ -325,7 +325,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--replicas", type=int)
     given = parser.parse_args()
-    os.environ["RUST_LOG"] = "off"  # torchft writes a line for each question otherwise
+    os.environ["RUST_LOG"] = "warn"  # torchft writes a line for each question otherwise
     busy = os.getloadavg()[0]
     if busy > 0.5:
         print(f"The machine is busy (load {busy:.1f}): these numbers measure that, and must not be published.")

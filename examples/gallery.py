@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PICTURES = ROOT / "docs/pictures"
 INK, OURS, OTHERS, KILL = "#1f2933", "#1d4e89", "#9bb8d9", "#c4572e"
 UPDATES, KILLED_AFTER = 240, (70, 131, 190)
-TOGETHER = 40  # updates that all replicas make before some of them are killed
+TOGETHER = 15  # updates that all replicas make before some of them are killed
 VICTIMS = ((1,), (2,), (1, 2), ())  # killed in this order; at last none, and the run is stopped
 
 app = typer.Typer(add_completion=False)
@@ -154,7 +154,7 @@ def train_elastic(directory: Path) -> None:
         row = [time.monotonic(), state.iteration, state.update_output.loss, state.metrics["replicas"]]
         with own.with_suffix(".jsonl").open("a") as file:
             print(json.dumps(row), file=file)
-        time.sleep(0.1)  # an update of a larger model
+        time.sleep(0.3)  # an update of a larger model
         if (directory / "enough").exists():
             trainer.terminate()
 

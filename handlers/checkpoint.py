@@ -24,9 +24,8 @@ from ignite_train.checkpoint.manifest import Manifest, seal
 from ignite_train.checkpoint.read_checkpoint import best
 from ignite_train.checkpoint.resume import Resumption, log_how_exact
 from ignite_train.checkpoint.retention import Retention
-from ignite_train.checkpoint.run_objects import SavedRun, checked_objects
 from ignite_train.checkpoint.run_state import check_contents, restore_model
-from ignite_train.checkpoint.state_rules import StateRules
+from ignite_train.checkpoint.saved_run import SavedRun, checked_names, checked_objects
 from ignite_train.checkpoint.writer import GIVE_UP_AFTER, CheckpointWriter
 from ignite_train.engine.dispatch import Dispatcher, Stateful
 from ignite_train.errors import CheckpointError
@@ -180,8 +179,8 @@ class Checkpoint(Handler):
         self.to_save, self.config = checked_objects({} if to_save is None else to_save), mapping_of("config", config)
         self.on_changed_data = one_of("on_changed_data", on_changed_data, ("raise", "warn"))
         self.held_seconds = self.total_held_seconds = 0.0
-        is_once = one_of("frozen", frozen, ("each", "once")) == "once"
-        self._rules, self._held = StateRules(leave_out, script_wins, frozen_once=is_once), HeldState()
+        self._leave_out, self._script_wins = checked_names("leave_out", leave_out), checked_names("script_wins", script_wins)
+        self._frozen_once, self._held = one_of("frozen", frozen, ("each", "once")) == "once", HeldState()
         self._run: SavedRun | None = None
         self._resumption: Resumption | None = None
         self._is_running = self._has_warned = False
@@ -228,7 +227,7 @@ class Checkpoint(Handler):
         found = together(collectives.gather_objects, "looking for the best checkpoint", lambda: self.best)[0]
         if found is None:
             raise CheckpointError(f"{self.directory} has no checkpoint with a score; pass Checkpoint(..., score='loss')")
-        model = run.objects().model
+        model = run.objects().modules["model"]
         together(collectives.gather_objects, f"loading {found.path}", lambda: restore_model(found.path, model))
         self.cadence.note_loaded()
         return found
@@ -267,10 +266,17 @@ class Checkpoint(Handler):
         if self.cadence.score is not None:  # so that the score in a manifest can be read without the script
             mode = "min" if self.saver.retention.lower_is_better else "max"
             trainer.config["best"] = {"metric": self.cadence.score, "mode": mode}
-        run = SavedRun(trainer, self.to_save, evaluator)
+        run = SavedRun(
+            trainer,
+            self.to_save,
+            evaluator,
+            leave_out=self._leave_out,
+            script_wins=self._script_wins,
+            frozen_once=self._frozen_once,
+        )
         run.refuse_odd_optimizers()
         self._run = run
-        self._resumption = Resumption(run, self._rules, self.saver, self.config, self.on_changed_data)
+        self._resumption = Resumption(run, self.saver, self.config, self.on_changed_data)
         self._follow_evaluations()
         for one in (trainer, *run.trainers.values()):
             one.mark_everything()
@@ -311,10 +317,14 @@ class Checkpoint(Handler):
         """
         run, resumption = self._attached()
         self.saver.wait()
-        self._rules.begin(run, self._held.names(run))
+        run.begin(self._held.names(run))
         manifest = resumption.restore(resume)
         if manifest is not None:
             self.cadence.note_resumed(manifest)
+
+    def forget_resumed(self) -> None:
+        """The run has got another state since it resumed: that of the checkpoint is not put back any more."""
+        self._attached()[1].finish()
 
     def _start(self, trainer: Trainer) -> None:
         """When `run` begins: prepares saving, and says what may not be exact."""
@@ -379,7 +389,7 @@ class Checkpoint(Handler):
             self._untried_until = math.inf
             run, _ = self._attached()
             contents = self._capture(run)
-            check = partial(check_contents, contents, run, self._rules)
+            check = partial(check_contents, contents, run)
             what = "trying to save the state after the first step"
             self.saver.attempt(lambda: together(collectives.gather_objects, what, check))
         is_last = trainer.should_terminate  # then the handlers of the end come next, and they save
@@ -437,10 +447,11 @@ class Checkpoint(Handler):
 
     def _capture(self, run: SavedRun) -> Contents:
         """What this rank writes; warns of state that no checkpoint holds."""
-        contents = capture(run, self._rules)
+        contents = capture(run)
         if collectives.is_main_rank() and contents.failure is None:
-            self._held.warn(run, contents, self._rules.leave_out)
-            self._warn_of_empty(run, contents)
+            self._held.warn(run, contents)
+            if self.to_save:
+                self._warn_of_empty(run, contents)
         return contents
 
     def _warn_of_empty(self, run: SavedRun, contents: Contents) -> None:
@@ -475,8 +486,9 @@ class Checkpoint(Handler):
 
     def _moment(self) -> tuple[Any, ...]:
         """Where the run is: a state is saved once for each moment."""
-        state = self._attached()[0].trainer.state_dict()
-        return state["iteration"], state["epochs_completed"], state["ended"]
+        trainer = self._attached()[0].trainer
+        epochs_completed = trainer.state.epoch - trainer.progress.epoch_open
+        return trainer.state.iteration, epochs_completed, trainer.progress.ended
 
     def _attached(self) -> tuple[SavedRun, Resumption]:
         if self._run is None or self._resumption is None:

@@ -166,7 +166,7 @@ class LearningRateFinder(FastaiLRFinder):
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("save_plot needs matplotlib; pip install 'ignite-train[plot]'") from error
+            raise ModuleNotFoundError("save_plot needs matplotlib; pip install matplotlib") from error
         results = self.get_results() or {"lr": [], "loss": []}
         points = [(rate[0] if isinstance(rate, list) else rate, loss) for rate, loss in zip(*results.values(), strict=True)]
         points = points[skip_start : len(points) - skip_end]

@@ -1,4 +1,4 @@
-"""What a user's forward carries from one micro-batch to the next, and how it is taken back with a forward."""
+"""The state that a user's forward carries from one micro-batch to the next, and its way back when a forward does not count."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Carried(UserDict[Any, Any]):
         super().__setitem__(key, _without_graphs(value))
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """As of a dict; what is returned is what is stored, so that a list may be appended to."""
+        """The value of a key, after `default` is stored where there is none: a list that is returned may be appended to."""
         if key not in self:
             self[key] = default
         return self[key]

@@ -1,4 +1,4 @@
-"""What the user's `forward` gives back for one micro-batch, and the check that it did."""
+"""The result of the user's `forward` for one micro-batch, and the check of it."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ RESERVED_NAMES = frozenset(PUBLISHED_METRICS)
 names depend on the run."""
 
 TERM = "loss/"
-"""What the logs begin with that a loss of several terms leaves, one for each of them."""
+"""The beginning of the names of those logs that a loss of several terms leaves, one for each term."""
 
 TermTotals = Mapping[str, float] | None
 """The denominator of each term of a loss over the whole update, or one of the two constants below."""
 
 OF_THIS_MICRO_BATCH: TermTotals = None
-"""Nothing else is in the update, so that the denominators are those of its one micro-batch."""
+"""The update has one micro-batch, whose denominators are those of the whole update."""
 
 UNCOUNTED: TermTotals = {}
 """There are other micro-batches, or ranks, and no function has counted them."""

@@ -219,7 +219,7 @@ def single_metrics(metrics: Mapping[str, Any], left_out: set[str]) -> dict[str, 
 
 
 def json_line(entries: Mapping[str, Any]) -> str:
-    """One line of JSON, which knows no NaN: numbers that are not finite become strings, which `float` reads."""
+    """A line of JSON, which knows no NaN: numbers that are not finite become strings, which `float` reads."""
     return json.dumps(
         {
             name: str(value) if isinstance(value, float) and not math.isfinite(value) else value

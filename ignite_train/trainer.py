@@ -57,7 +57,7 @@ class Process(Protocol):
         """Does one update, and returns what becomes `state.output`."""
 
     def choose(self, trainer: Trainer) -> None:
-        """Chooses what the handlers that are attached need. Called whenever others are."""
+        """Chooses the work that the attached handlers need. Called whenever one is attached or removed."""
 
     def instead(self, forward: Forward | None, name: str | None) -> AbstractContextManager[None]:
         """Within it an update runs another forward, if one is given, and its record has a name."""
@@ -66,7 +66,7 @@ class Process(Protocol):
         """The gradients in GRADIENTS_READY."""
 
     def mean_factor(self) -> float:
-        """What `.grad` is multiplied by to be the mean gradient, in GRADIENTS_READY."""
+        """The factor that makes `.grad` the mean gradient, in GRADIENTS_READY."""
 
     @property
     def is_spoilt(self) -> bool:
@@ -76,7 +76,7 @@ class Process(Protocol):
         """Remembers in each update what one that is broken off has to put back."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers of the updates before."""
+        """The counts and the loss scale that it keeps from update to update."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes it over."""
@@ -110,7 +110,7 @@ class Moments:
 
 @dataclass(slots=True)
 class Replicas:
-    """What is known about the replicas of the model, of which each rank has one or a part.
+    """Facts about the replicas of the model, of which each rank has one or a part.
 
     Attributes:
         are_equal: False while replicas that train locally differ.
@@ -194,7 +194,7 @@ class Trainer(Loop):
             raise refuse_attribute(self, name)
 
     def _repr_html_(self) -> str:
-        """How a notebook shows it: what is trained, what its updates are, and how far it has come."""
+        """A notebook's view of it: the model, its updates, and how far it has come."""
         state = self.state
         lines = introduction(self.model, self.optimizers.values(), self.config, state, state.dataloader)
         done = f"epoch {state.epoch}, update {state.iteration}: {state.num_steps} steps, {state.num_skipped} skipped"
@@ -628,9 +628,8 @@ class Trainer(Loop):
             [self.should_terminate_single_epoch, self.requests.stop_epoch] if self.progress.epoch_open else []
         )
         saved["carried"] = state.carried.state_dict()
-        clash = next((key for key in self.state_dict_user_keys if key in saved), None)
-        if clash is not None:
-            raise ValueError(f"state_dict_user_keys must not have names of the trainer's own, got {clash!r}")
+        if clashes := saved.keys() & {*self.state_dict_user_keys}:
+            raise ValueError(f"state_dict_user_keys must not have names of the trainer's own, got {min(clashes)!r}")
         return saved | {key: getattr(state, key) for key in self.state_dict_user_keys}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -24,14 +24,14 @@ from torch.optim import Optimizer
 
 from ignite_train.checkpoint.directory import Contents
 from ignite_train.checkpoint.manifest import compact_json, frozen_name
-from ignite_train.checkpoint.run_objects import RunObjects, SavedModule, SavedRun
-from ignite_train.checkpoint.state_rules import StateRules
+from ignite_train.checkpoint.run_objects import PublishedMetrics, RunObjects
+from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.tensor_files import Piece, own_piece
 from ignite_train.checkpoint.tree import TreeEncoder, path_name, tensors_in
 from ignite_train.engine.dispatch import Attachable, Stateful, attached
 from ignite_train.errors import CheckpointError
 from ignite_train.model.optimizers import GathersState, optimizer_state
-from ignite_train.model.random_state import RandomState, capture_random_state
+from ignite_train.model.random_state import capture_random_state, have_drawn, restore_random_state
 from ignite_train.model.tensor_digests import content_digest, tensor_digests
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
@@ -41,58 +41,57 @@ __all__ = ["capture", "handler_settings", "plain_config", "versions"]
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the text of an object: another one in each process
 
 
-def capture(run: SavedRun, rules: StateRules) -> Contents:
+def capture(run: SavedRun) -> Contents:
     """The state of a run at the end of an update or an epoch, as this rank writes it. Tensors are not copied.
 
     Collective: the ranks compare what they share. State that cannot be stored is a failure in the
     result, so that all ranks learn of it; its message says where it is. A handler that cannot be stored is left out, with a
     warning. A `state_dict` that draws random numbers, as that of torchdata's loader does between two passes, leaves no trace.
     """
-    generators, before = capture_random_state(), RandomState(torch.device("cpu"))
+    generators = capture_random_state()
     try:
-        return _capture(run, rules, generators)
+        return _capture(run, generators)
     finally:
-        if before.moved():
-            before.restore()
+        if have_drawn(generators):
+            restore_random_state(generators)
 
 
-def _capture(run: SavedRun, rules: StateRules, generators: dict[str, Any]) -> Contents:
-    objects, encoder, main = rules.keep(run.objects()), TreeEncoder(), collectives.is_main_rank()
+def _capture(run: SavedRun, generators: dict[str, Any]) -> Contents:
+    objects, encoder, main = run.objects(), TreeEncoder(), collectives.is_main_rank()
     shared = {name: _state_of(entry, main=main) for name, entry in objects.shared.items()}
     trees, failure = {}, None
     try:
         trees = {name: encoder.encode(value, (name,)) for name, value in shared.items()}
     except CheckpointError as error:
         failure = error
-    differing = _differing(objects, trees, encoder.tensors)
+    differing = set() if collectives.world_size() == 1 else _differing(objects, trees, encoder.tensors)
     try:
-        trees["description"] = encoder.encode(rules.describe(objects), ("description",))
+        run.note(objects)
+        trees["description"] = encoder.encode(objects.describe(run.in_effect), ("description",))
         written = trees if main else {name: trees[name] for name in trees if name in differing}
         whole = encoder.tensors.keys() if main else {key for tree in written.values() for key in tensors_in(tree)}
         tensors = {key: own_piece(tensor, everything=key in whole) for key, tensor in encoder.tensors.items()}
         encoder = TreeEncoder()
-        own_state = {**_own_state(run.trainer, objects, rules, main=main), "generators": generators}
+        own_state = _own_state(run.trainer, objects, main=main) | {"generators": generators}
         own = {name: encoder.encode(value, (name,)) for name, value in own_state.items()}
     except CheckpointError as error:
         failure = failure or error
     if failure is not None:
         return Contents({}, {}, failure)
-    own |= _handlers(objects, encoder, rules)
+    own |= _what_can_be_stored(run, objects, encoder)
     tensors |= {name: own_piece(tensor, everything=True) for name, tensor in encoder.tensors.items()}
     pieces = {name: piece for name, piece in tensors.items() if piece is not None}
-    keys = _frozen_tensors(objects, trees) & pieces.keys() if rules.frozen_once else set()
+    keys = _frozen_tensors(objects, trees) & pieces.keys() if run.frozen_once else set()
     frozen = {key: pieces.pop(key) for key in sorted(keys)}  # equal weights make equal files
-    return Contents(own | written, pieces, frozen=frozen, frozen_name=_name_of_frozen(frozen))
+    return Contents(own | written, pieces, frozen=frozen, frozen_name=_name_of_frozen(frozen) if frozen else "")
 
 
 def _differing(objects: RunObjects, trees: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> set[str]:
-    """The shared objects of which some rank holds other bits than the others, so that each writes its own. Collective.
+    """The shared objects of which one of several ranks holds other bits, so that each writes its own. Collective.
 
     A distributed optimizer may hold the moments of its share of the parameters on each rank. The trained models are compared by
     `StateConsistency`; those of replicas that train on their own are compared here. Each rank writes its buffers anyway.
     """
-    if collectives.world_size() == 1:
-        return set()
     plain = {key: tensor for key, tensor in tensors.items() if not isinstance(tensor, DTensor)}
     digests = {}
     for name in objects.compared():
@@ -107,17 +106,14 @@ def _differing(objects: RunObjects, trees: Mapping[str, Any], tensors: Mapping[s
 def _frozen_tensors(objects: RunObjects, trees: Mapping[str, Any]) -> set[str]:
     """The tensors of parameters that do not require grad."""
     keys = set()
-    for name, entry in objects.shared.items():
-        if isinstance(entry, SavedModule):
-            frozen = {key for key, parameter in entry.parameters() if not parameter.requires_grad}
-            keys |= {tensor for key, tree in trees[name]["dict"] if key in frozen for tensor in tensors_in(tree)}
+    for name, module in objects.modules.items():
+        frozen = {key for key, parameter in module.parameters() if not parameter.requires_grad}
+        keys |= {tensor for key, tree in trees[name]["dict"] if key in frozen for tensor in tensors_in(tree)}
     return keys
 
 
 def _name_of_frozen(frozen: Mapping[str, Piece]) -> str:
-    """The name of the file of frozen weights of this rank, which another file has only if it is equal; empty without any."""
-    if not frozen:
-        return ""
+    """The name of the file of frozen weights of this rank, which another file has only if it is equal."""
     digests = _digests({key: piece.data for key, piece in frozen.items()})
     content = [[key, digests[key], *piece.box, piece.whole, piece.data.stride()] for key, piece in frozen.items()]
     return frozen_name(content_digest(f"rank {collectives.rank()}", compact_json(content)))
@@ -138,41 +134,46 @@ def _state_of(entry: Stateful, *, main: bool) -> Any:
     return optimizer_state(entry) if isinstance(entry, Optimizer) else entry.state_dict()
 
 
-def _own_state(trainer: Trainer, objects: RunObjects, rules: StateRules, *, main: bool) -> dict[str, Any]:
+def _own_state(trainer: Trainer, objects: RunObjects, *, main: bool) -> dict[str, Any]:
     """What belongs to this rank, besides its handlers and its generators."""
-    state = trainer.state
-    metrics = _storable(state.metrics, rules)
-    return {
-        **{name: other.state_dict() for name, other in objects.trainers.items()},
+    output = trainer.state.update_output
+    own = {
         "trainer": trainer.state_dict(),
         "data": trainer.data.position(),
-        "results": {"output": state.update_output and asdict(state.update_output), "metrics": metrics},
+        "results": {"output": output and asdict(output)},
         "buffers": {} if main else objects.buffers(),
     }
+    for name, other in objects.trainers.items():
+        own[name] = other.state_dict()
+    return own
 
 
-def _storable(metrics: dict[Any, Any], rules: StateRules) -> dict[Any, Any]:
-    """What handlers have published and a checkpoint can hold: a table for a logger is not worth the run."""
-    kept = {}
-    for name, value in metrics.items():
-        try:
-            TreeEncoder().encode({name: value}, ("state.metrics",))
-        except CheckpointError as error:
-            rules.warn_left_out(f"state.metrics[{name!r}]", error, remedy="publish a number, a string or a tensor")
-        else:
-            kept[name] = value
-    return kept
-
-
-def _handlers(objects: RunObjects, encoder: TreeEncoder, rules: StateRules) -> dict[str, Any]:
-    """The trees of the handlers, without those that cannot be stored."""
+def _what_can_be_stored(run: SavedRun, objects: RunObjects, encoder: TreeEncoder) -> dict[str, Any]:
+    """The trees of handlers and of what they have published: what cannot be stored is not worth the run, and is left out."""
     trees = {}
     for name, entry in objects.own.items():
         try:
             trees[name] = encoder.encode_whole(entry.state_dict(), (name,))
-        except Exception as error:  # a handler may raise anything: its state is not worth the run
-            rules.warn_left_out(name, error)
+        except Exception as error:  # a handler may raise anything
+            if isinstance(entry, PublishedMetrics):
+                trees[name] = encoder.encode(_storable(run, name, entry), (name,))
+            else:
+                run.warn_left_out(name, error)
     return trees
+
+
+def _storable(run: SavedRun, name: str, published: PublishedMetrics) -> dict[Any, Any]:
+    """The published values that a checkpoint can hold, without a table for a logger, say."""
+    kept = {}
+    for key, value in published.state_dict().items():
+        try:
+            TreeEncoder().encode({key: value}, ("state.metrics",))
+        except CheckpointError as error:
+            label = f"{name.removeprefix('trainer/')}[{key!r}]"
+            run.warn_left_out(label, error, remedy="publish a number, a string or a tensor")
+        else:
+            kept[key] = value
+    return kept
 
 
 def plain_config(config: Any, description: Any, handlers: Mapping[str, Any] | None = None) -> Any:

@@ -14,8 +14,9 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -25,17 +26,16 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import describe
-from ignite_train.checkpoint.reader import TensorClaim
-from ignite_train.checkpoint.run_objects import RunObjects, SavedModule
-from ignite_train.checkpoint.state_rules import (
+from ignite_train.checkpoint.run_objects import (
     PROGRESS,
-    StateRules,
-    describe_optimizer,
+    PublishedMetrics,
+    RunObjects,
     plain_options,
     schedule_options,
     stepping_part,
 )
-from ignite_train.checkpoint.tree import class_name, decode, dtype_name, is_composed
+from ignite_train.checkpoint.saved_run import SavedRun
+from ignite_train.checkpoint.tree import DTYPES, TensorForm, decode, dtype_name, form_of
 from ignite_train.errors import CheckpointError
 from ignite_train.internals.of_torch import LATEST_RATES, parts_of_schedule
 from ignite_train.model.memory_layout import as_bytes
@@ -82,17 +82,6 @@ class _Word(Enum):
         return self.value
 
 
-class _Form(NamedTuple):
-    """All that is compared of a tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    name: str = ""  # of the parameter, or of the class of a tensor that is made of others
-
-    def __repr__(self) -> str:
-        return f"{self.name and f'{self.name:.100}, '}{self.dtype} of shape {self.shape}"
-
-
 class Difference(NamedTuple):
     """A place where two trees differ."""
 
@@ -137,17 +126,8 @@ def differences(
         yield Difference(path, saved, here)
 
 
-def _form(value: Any) -> Any:
-    """The form of a tensor, and any other value as it is."""
-    if isinstance(value, TensorClaim):
-        return _Form(dtype_name(value.dtype), tuple(value.shape), value.of_class)
-    if isinstance(value, Tensor):
-        return _Form(dtype_name(value.dtype), tuple(value.shape), class_name(type(value)) if is_composed(value) else "")
-    return value
-
-
 def _shown(value: Any) -> str:
-    return repr(value) if isinstance(value, (_Form, _Word)) else describe(value)
+    return repr(value) if isinstance(value, (TensorForm, _Word)) else describe(value)
 
 
 def _refuse(path: str, what: str, problems: Iterable[Difference | str], remedy: str) -> None:
@@ -163,96 +143,119 @@ def _refuse(path: str, what: str, problems: Iterable[Difference | str], remedy: 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What a checkpoint says that it holds, with a `TensorClaim` in the place of each tensor, to be compared with a run.
+    """A checkpoint, and the run that is to resume from it.
 
     Attributes:
-        shared: the states of the shared objects, by name.
-        own: the states of this rank, by name.
-        description: what `StateRules.describe` gave when it was written.
+        path: of the checkpoint.
+        run: the run.
+        objects: those of its objects whose states are compared.
+        states: what it says that it holds for this rank, by name, with a `TensorForm` in the place of each tensor. One of them
+            is what `RunObjects.describe` gave when it was written.
     """
 
-    shared: dict[str, Any]
-    own: dict[str, Any]
-    description: Mapping[str, Any]
+    path: str
+    run: SavedRun
+    objects: RunObjects
+    states: dict[str, Any]
 
-    def check(self, path: str, objects: RunObjects, rules: StateRules) -> None:
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """The classes and options of optimizers and schedules, and the names of their parameters."""
+        found: Mapping[str, Any] = self.states["description"]
+        return found
+
+    def check(self) -> None:
         """Compares the state with the objects of this run.
-
-        Args:
-            path: of the checkpoint.
-            objects: of this run.
-            rules: what the user decides.
 
         Raises:
             CheckpointError: it is of another model, optimizer or schedule, or a part of it has an invalid form.
         """
-        for name in (*EVERY_RANK, *objects.trainers):
-            if not isinstance(self.own[name], dict):
-                raise CheckpointError(f"{path} has an invalid state of {name!r}: {describe(self.own[name])}")
-        for name, entry in objects.shared.items():
-            if isinstance(entry, SavedModule):
-                check_module(path, name, entry.state_dict(), self.shared[name])
-            elif isinstance(entry, (Optimizer, InnerState)):
-                self.check_optimizer(path, name, objects, rules)
+        objects = self.objects
+        published = [name for name, entry in objects.own.items() if isinstance(entry, PublishedMetrics)]
+        for name in (*EVERY_RANK, *objects.trainers, *published):
+            if not isinstance(self.states.get(name, {}), dict):
+                raise CheckpointError(f"{self.path} has an invalid state of {name!r}: {describe(self.states[name])}")
+        for name, module in objects.modules.items():
+            check_module(self.path, name, module.state_dict(), self.states[name])
+        for name in objects.each_optimizer:
+            self.check_optimizer(name)
         for name, schedule in objects.schedules.items():
-            if name in self.shared or name in self.own:
-                self._check_schedule(path, name, schedule, objects, rules)
-        self._check_this_rank(path, objects)
+            if name in self.states:
+                self._check_schedule(name, schedule)
+        self._check_this_rank()
 
-    def check_optimizer(self, path: str, name: str, objects: RunObjects, rules: StateRules) -> None:
+    def check_optimizer(self, name: str) -> None:
         """Compares the state of one optimizer with that of the run; see `check`."""
-        entry: Any = objects.shared[name]
-        optimizer = entry.inner if isinstance(entry, InnerState) else entry
-        groups = [*(group["params"] for group in optimizer.param_groups), *self.missing_groups(name, objects)]
-        described, names = self.description["optimizers"][name], objects.parameter_names()
-        problems = _optimizer_problems(optimizer, groups, self.shared[name], described, names, rules.decided(name))
-        _refuse(path, name, problems, "build the one that was saved, or start in another directory")
+        optimizer = self.objects.each_optimizer[name]
+        groups = [*(group["params"] for group in optimizer.param_groups), *self.missing_groups(name)]
+        there, here = (description["optimizers"][name] for description in (self.description, self.objects.describe()))
+        names = self.objects.parameter_names()
+        problems = _optimizer_problems(optimizer, groups, self.states[name], there, here, names, self.run.decided(name))
+        _refuse(self.path, name, problems, "build the one that was saved, or start in another directory")
 
-    def missing_groups(self, name: str, objects: RunObjects) -> list[list[nn.Parameter]]:
-        """The parameter groups that an optimizer lacks, as `RunObjects.missing_groups` has them; they need torch's form."""
-        entry = objects.shared[name]
+    def missing_groups(self, name: str) -> list[list[nn.Parameter]]:
+        """The last parameter groups of an optimizer in the checkpoint that it lacks now, as a handler may have added them.
+
+        Returns:
+            The parameters of each, which the trained model has and no optimizer steps; nothing unless all can be added. They
+            need a state of torch's form.
+        """
+        entry, saved = self.objects.shared[name], self.states[name]
         if isinstance(entry, InnerState):
-            return self.missing_groups(name.rpartition(".")[0], objects) if entry.shares_groups else []
-        saved = self.shared[name]
-        has_groups = isinstance(saved, Mapping) and not has_own_form(saved)
-        return objects.missing_groups(name, self.description["optimizers"][name]) if has_groups else []
+            return self.missing_groups(name.rpartition(".")[0]) if entry.shares_groups else []
+        if isinstance(entry, GathersState) or not isinstance(saved, Mapping) or has_own_form(saved):
+            return []
+        optimizers, known = self.objects.optimizers, dict(self.objects.modules["model"].parameters())
+        groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
+        met = {id(parameter) for group in groups for parameter in group["params"]}
+        missing: list[list[nn.Parameter]] = []
+        for names in self.description["optimizers"][name]["names"][len(optimizers[name].param_groups) :]:
+            missing.append([])
+            for parameter in (known.get(name) for name in names):
+                if parameter is None or id(parameter) in met:
+                    return []
+                met.add(id(parameter))
+                missing[-1].append(parameter)
+        return missing
 
-    def changes(self, objects: RunObjects, rules: StateRules) -> list[str]:
+    def changes(self) -> list[str]:
         """What the script sets to other values than the script that wrote the checkpoint, a line each."""
-        lines, optimizers, schedules = [], self.description["optimizers"], self.description["schedules"]
+        lines, objects, run = list[str](), self.objects, self.run
+        there, here = self.description, objects.describe()
         for name in objects.optimizers:
-            lines += _option_changes(name, optimizers[name]["options"], rules.script(name), rules.script_wins)
-        for name, schedule in objects.schedules.items():
-            before = schedules[name]["options"] if name in schedules else {}
-            found = differences(before, schedule_options(schedule.state_dict()), path=(name,))
-            lines += [f"{one.change} (the checkpoint's is used)" for one in found if not one.is_on_one_side]
+            lines += _option_changes(name, there["optimizers"][name]["options"], run.script(name), run.script_wins)
+        before, now = ({name: one["options"] for name, one in each["schedules"].items()} for each in (there, here))
+        for one in differences(before, now):
+            if not one.is_on_one_side:
+                lines.append(f"{one.change} (the checkpoint's is used)")
         thawed: set[int] = set()
         for name in objects.optimizers:
-            for group in self.missing_groups(name, objects):
+            for group in self.missing_groups(name):
                 text = _first_of([objects.parameter_names()[id(parameter)][0] for parameter in group])
                 lines.append(f"{name}: a parameter group with {text} is added, as it was in the run")
                 thawed |= {id(parameter) for parameter in group}
-        names = {name for name, parameter in objects.model.parameters() if id(parameter) not in thawed}
-        before, now = ({*frozen} & names for frozen in (self.description["frozen"], objects.frozen_parameters()))
-        for changed, change in ((before - now, "False -> True"), (now - before, "True -> False")):
+        parameters = [*objects.modules["model"].parameters()]
+        names = {name for name, parameter in parameters if id(parameter) not in thawed}
+        frozen, freezes = ({*each["frozen"]} & names for each in (there, here))
+        for changed, change in ((frozen - freezes, "False -> True"), (freezes - frozen, "True -> False")):
             if changed:
-                text = _first_of([name for name, _ in objects.model.parameters() if name in changed])
+                text = _first_of([name for name, _ in parameters if name in changed])
                 lines.append(f"requires_grad of {text}: {change} (the script's is used)")
         return lines
 
-    def _check_schedule(self, path: str, name: str, schedule: LRScheduler, objects: RunObjects, rules: StateRules) -> None:
-        handler = name.partition("/")[2]
-        optimizers = [key for key, optimizer in objects.optimizers.items() if optimizer is schedule.optimizer]
-        groups: list[Any] = [self.shared[key].get("param_groups", ()) for key in optimizers]
+    def _check_schedule(self, name: str, schedule: LRScheduler) -> None:
+        handler, run = name.partition("/")[2], self.run
+        optimizers = [key for key, optimizer in self.objects.optimizers.items() if optimizer is schedule.optimizer]
+        groups: list[Any] = [self.states[key].get("param_groups", ()) for key in optimizers]
         groups = max(*groups, schedule.optimizer.param_groups, key=len) if groups else schedule.optimizer.param_groups
-        described, saved = self.description["schedules"].get(name), {**self.shared, **self.own}[name]
+        described, saved = self.description["schedules"].get(name), self.states[name]
         remedy = f"build the one that was saved, or restart it with Checkpoint(..., leave_out=({handler!r},))"
-        _refuse(path, f"schedule at {name!r}", _schedule_problems(schedule, saved, described, groups), remedy)
-        if "lr" not in rules.script_wins:
+        _refuse(self.path, f"schedule at {name!r}", _schedule_problems(schedule, saved, described, groups), remedy)
+        if "lr" not in run.script_wins:
             return
         reasons = [reason for reason in [_why_no_multiples(schedule)] if reason]
         for key in optimizers:
-            pairs = zip(self.shared[key].get("param_groups", ()), rules.decided(key), strict=False)
+            pairs = zip(self.states[key].get("param_groups", ()), run.decided(key), strict=False)
             rates = [[group.get("initial_lr", group["lr"]) for group in pair] for pair in pairs]
             reasons += [
                 f"param_groups[{index}] of {key} had lr=0, which cannot be scaled to the script's {now!r:.20}"
@@ -265,16 +268,17 @@ class Fit:
                 f"leave_out=({handler!r},), or let the checkpoint win"
             )
 
-    def _check_this_rank(self, path: str, objects: RunObjects) -> None:
+    def _check_this_rank(self) -> None:
         """Looks at what would otherwise be taken over unchecked: the buffers of this rank and its latest results."""
-        for module, claimed in self.own["buffers"].items():
-            buffers = objects.buffers().get(module, {})
+        for module, claimed in self.states["buffers"].items():
+            buffers = self.objects.buffers().get(module, {})
             saved = {name: claimed[name] for name in buffers if name in claimed}
-            check_module(path, module, {name: buffers[name] for name in saved}, saved)
-        output, metrics = (self.own["results"].get(key) for key in ("output", "metrics"))
-        is_record = isinstance(output, dict) and output.keys() == {field.name for field in fields(UpdateOutput)}
-        if not isinstance(metrics, dict) or not (output is None or is_record):
-            raise CheckpointError(f"{path} has invalid results of an update: {describe(self.own['results'])}")
+            check_module(self.path, module, {name: buffers[name] for name in saved}, saved)
+        results, fields_of_record = self.states["results"], {field.name for field in fields(UpdateOutput)}
+        output = results.get("output")
+        is_record = isinstance(output, dict) and output.keys() == fields_of_record
+        if results.keys() != {"output"} or not (output is None or is_record):
+            raise CheckpointError(f"{self.path} has invalid results of an update: {describe(results)}")
 
 
 # --- modules ---
@@ -287,7 +291,7 @@ def check_module(path: str, name: str, current: Mapping[str, Any], saved: Mappin
         CheckpointError: they differ.
     """
     there, here = (
-        {key: form if isinstance(form := _form(value), _Form) else _Word.NO_TENSOR for key, value in state.items()}
+        {key: form if isinstance(form := form_of(value), TensorForm) else _Word.NO_TENSOR for key, value in state.items()}
         for state in (saved, current)
     )
     _refuse(path, name, differences(there, here), f"build the {name} that was saved")
@@ -328,19 +332,32 @@ def _optimizer_problems(
     optimizer: Optimizer,
     groups: Sequence[Sequence[Tensor]],
     saved: Any,
-    described: Mapping[str, Any],
+    there: Mapping[str, Any],
+    here: Mapping[str, Any],
     names: Mapping[int, Sequence[str]],
     decided: Sequence[Mapping[str, Any]],
 ) -> Iterator[Difference | str]:
-    """Why a saved state is not of this optimizer, which has these groups of parameters; `names` are those of a parameter."""
-    mine, lengths = describe_optimizer(optimizer, groups, names), [len(group) for group in groups]
+    """Why a saved state is not of this optimizer.
+
+    Args:
+        optimizer: of this run.
+        groups: its groups of parameters, with those that it lacks and gets from the checkpoint.
+        saved: the state.
+        there: what `RunObjects.describe` said of the one in the checkpoint.
+        here: what it says of this one.
+        names: of the parameters, by their ids.
+        decided: options that the script decides.
+    """
+    lengths = [len(group) for group in groups]
     aliases = {alias: found[0] for found in names.values() for alias in found}
     current = {} if isinstance(optimizer, GathersState) else optimizer.state_dict()
-    if described["class"] != mine["class"]:
-        yield f"{described['class']!s:.100} wrote it, and this run has {mine['class']}"
-    elif (found := [len(group) for group in described["names"]]) != lengths:
+    if there["class"] != here["class"]:
+        yield f"{there['class']!s:.100} wrote it, and this run has {here['class']}"
+    elif (found := [len(group) for group in there["names"]]) != lengths:
         yield f"its parameter groups have {found} parameters and not {lengths}"
-    elif other := [*differences(_parameters_of(described, aliases), _parameters_of(mine, aliases), _same_parameter)]:
+    elif other := [
+        *differences(_parameters_of(there, aliases, len(here["names"])), _parameters_of(here, aliases), _same_parameter)
+    ]:
         yield from other
     elif not isinstance(saved, Mapping):
         yield f"is {describe(saved)}"
@@ -367,12 +384,14 @@ def _why_no_state(state: Mapping[str, Any], lengths: list[int]) -> str:
     return "" if found == lengths else f"its parameter groups have {found} parameters and not {lengths}"
 
 
-def _parameters_of(described: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, dict[str, _Form]]:
-    """The tree of the parameters of an optimizer, by their places, each under the first of its names."""
-    groups = zip(described["names"], described["shapes"], described["dtypes"], strict=True)
+def _parameters_of(
+    described: Mapping[str, Any], aliases: Mapping[str, str], num_groups: int | None = None
+) -> dict[str, dict[str, TensorForm]]:
+    """The tree of the parameters of an optimizer in its first groups, by their places, each under the first of its names."""
+    groups = islice(zip(described["names"], described["shapes"], described["dtypes"], strict=True), num_groups)
     return {
         f"param_groups[{index}]": {
-            f"parameter {place}": _Form(dtype, tuple(shape), aliases.get(name, name))
+            f"parameter {place}": TensorForm(tuple(shape), DTYPES[dtype], aliases.get(name, name))
             for place, (name, shape, dtype) in enumerate(zip(*group, strict=True))
         }
         for index, group in enumerate(groups)
@@ -381,9 +400,9 @@ def _parameters_of(described: Mapping[str, Any], aliases: Mapping[str, str]) -> 
 
 def _same_parameter(saved: Any, here: Any) -> bool:
     """Whether the forms are equal; a parameter of no module has no name, which is not compared."""
-    if not isinstance(saved, _Form) or not isinstance(here, _Form):
+    if not isinstance(saved, TensorForm) or not isinstance(here, TensorForm):
         return False
-    return saved[:2] == here[:2] and (saved.name == here.name or "" in (saved.name, here.name))
+    return replace(saved, name="") == replace(here, name="") and (saved.name == here.name or "" in (saved.name, here.name))
 
 
 def _state_problems(
@@ -415,7 +434,7 @@ def _state_problems(
                 needed = {
                     name: _needed(value, parameter) for name, value in kept.get((parameter.dim(), parameter.dtype), {}).items()
                 }
-                there = {name: _Word.NOTHING if (value := state.get(name)) is None else _form(value) for name in needed}
+                there = {name: _Word.NOTHING if (value := state.get(name)) is None else form_of(value) for name in needed}
                 yield from differences(there, needed, _can_serve, (label,))
 
 
@@ -445,8 +464,8 @@ def _tried(
                 return {}, f"{lacking[0]!r} is missing"
             known = inspect.signature(kind).parameters.keys() - {"params"}
             for key, value in options.items():
-                if key in known and isinstance(value, (Tensor, TensorClaim)) and math.prod(value.shape) != 1:
-                    return {}, f"{key} is {_form(value)!r}"
+                if key in known and isinstance(value, (Tensor, TensorForm)) and math.prod(value.shape) != 1:
+                    return {}, f"{key} is {form_of(value)!r}"
             tried = kind(parameters, **{key: value for key, value in loaded.items() if key in known})
             for parameter in parameters:
                 gradient = torch.ones_like(parameter)
@@ -463,10 +482,10 @@ def _tried(
 def _for_a_stand_in(group: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a group, with some number in the place of a tensor, which is not read yet or lies on a device."""
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    return {key: 0.1 if isinstance(value, (Tensor, TensorClaim)) else value for key, value in options.items()}
+    return {key: 0.1 if isinstance(value, (Tensor, TensorForm)) else value for key, value in options.items()}
 
 
-def _needed(value: Any, parameter: Tensor) -> _Form | _Word:
+def _needed(value: Any, parameter: Tensor) -> TensorForm | _Word:
     """What a state must hold for a parameter where that of a stand-in holds `value`.
 
     The sizes of the stand-in become those of the parameter. A size of its own, as factors of Adafactor have, stays.
@@ -474,7 +493,7 @@ def _needed(value: Any, parameter: Tensor) -> _Form | _Word:
     if not isinstance(value, Tensor) or (value.numel() == 1 and parameter.dim() > 0):
         return _Word.ONE_NUMBER
     small = _SIZES[: parameter.dim()]
-    return _Form(dtype_name(value.dtype), tuple(parameter.shape[small.index(s)] if s in small else s for s in value.shape))
+    return TensorForm(tuple(parameter.shape[small.index(s)] if s in small else s for s in value.shape), value.dtype)
 
 
 def _can_serve(saved: Any, needed: Any) -> bool:
@@ -483,13 +502,13 @@ def _can_serve(saved: Any, needed: Any) -> bool:
     All that torch's optimizers keep as one number, such as the count of steps, is at least 0, and a step may divide by it.
     """
     if needed is _Word.ONE_NUMBER:
-        is_number = isinstance(saved, _Form) and math.prod(saved.shape) == 1 and _numbers(saved) == "float"
+        is_number = isinstance(saved, TensorForm) and math.prod(saved.shape) == 1 and _numbers(saved) == "float"
         return is_number or (isinstance(saved, (int, float)) and 0 <= saved < 2**64)
-    return isinstance(saved, _Form) and saved.shape == needed.shape and _numbers(saved) == _numbers(needed)
+    return isinstance(saved, TensorForm) and saved.shape == needed.shape and _numbers(saved) == _numbers(needed)
 
 
-def _numbers(form: _Form) -> str:
-    return next((kind for kind in ("float", "complex") if kind in form.dtype), "int")
+def _numbers(form: TensorForm) -> str:
+    return next((kind for kind in ("float", "complex") if kind in dtype_name(form.dtype)), "int")
 
 
 def _option_changes(name: str, saved: Any, script: Sequence[Mapping[str, Any]], script_wins: Sequence[str]) -> list[str]:

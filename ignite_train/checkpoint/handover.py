@@ -19,9 +19,8 @@ from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.manifest import Manifest
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.retention import Retention
-from ignite_train.checkpoint.run_objects import SavedRun
 from ignite_train.checkpoint.run_state import RunState
-from ignite_train.checkpoint.state_rules import StateRules
+from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.engine.dispatch import Stateful
 from ignite_train.trainer import Trainer
 
@@ -30,9 +29,11 @@ __all__ = ["Handover"]
 
 @runtime_checkable
 class _SavesMore(Protocol):
-    """A `Checkpoint`, which knows the user's additional objects."""
+    """A `Checkpoint`, which knows the user's additional objects, and may have resumed from a state of its own."""
 
     to_save: Mapping[str, Stateful]
+
+    def forget_resumed(self) -> None: ...
 
 
 class Handover:
@@ -50,7 +51,7 @@ class Handover:
 
     def capture(self) -> Tensor:
         """The state after the updates that are counted, as bytes."""
-        run, rules = self._run()
+        run = self._run()
         state = self._trainer.state
         manifest = Manifest(
             update=state.iteration,
@@ -65,7 +66,7 @@ class Handover:
         content = io.BytesIO()
         with tempfile.TemporaryDirectory() as name:
             directory = CheckpointDirectory(Path(name), Disk())
-            path = commit(directory, capture(run, rules), manifest, Retention(1, 1, True, None), lambda value: [value])
+            path = commit(directory, capture(run), manifest, Retention(1, 1, True, None), lambda value: [value])
             with tarfile.open(fileobj=content, mode="w") as archive:
                 for file in sorted(path.iterdir()):
                     archive.add(file, arcname=file.name)
@@ -77,28 +78,30 @@ class Handover:
         Raises:
             CheckpointError: it is the state of another model, optimizer or set of handlers.
         """
-        run, rules = self._run()
+        run = self._run()
         with tempfile.TemporaryDirectory() as name:
             with tarfile.open(fileobj=io.BytesIO(state.numpy().tobytes()), mode="r") as archive:
                 archive.extractall(name, filter="data")
             with CheckpointReader(Path(name)) as reader:
-                taken = RunState(reader, run, rules)
+                taken = RunState(reader, run)
         taken.restore()
         trainer = self._trainer
         in_epoch = trainer.state_dict()["epoch_iteration"] > 0
-        # Handlers of these events, such as metrics that reset themselves, change what was restored. Attached now, so that it
-        # comes after that of a Checkpoint which has resumed from an older state.
-        event = Events.EPOCH_STARTED if in_epoch else Events.STARTED
+        if isinstance(trainer.checkpoint, _SavesMore):
+            trainer.checkpoint.forget_resumed()
 
         def put_back() -> None:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
             taken.restore_objects()
 
-        handle = trainer.append_event_handler(event, put_back)
+        # Handlers of these events, such as metrics that reset themselves, change what was restored. A run that is stopped
+        # already ends before its epoch is continued; there the state is put back before a Checkpoint saves it.
+        handles = [trainer.append_event_handler(Events.EPOCH_STARTED if in_epoch else Events.STARTED, put_back)]
+        handles += [trainer.add_event_handler(event, put_back) for event in (Events.TERMINATE, Events.COMPLETED)]
 
-    def _run(self) -> tuple[SavedRun, StateRules]:
+    def _run(self) -> SavedRun:
         saves = self._trainer.checkpoint
         run = SavedRun(self._trainer, saves.to_save if isinstance(saves, _SavesMore) else {})
-        rules = StateRules()
-        rules.begin(run)
-        return run, rules
+        run.begin()
+        return run

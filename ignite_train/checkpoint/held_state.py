@@ -7,7 +7,7 @@ import inspect
 import logging
 import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ignite_train.checkpoint.directory import Contents
-from ignite_train.checkpoint.run_objects import SavedModule, SavedRun
+from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.tree import is_composed
 from ignite_train.engine.dispatch import Stateful, attached
 from ignite_train.internals.of_torch import version_of
@@ -46,24 +46,23 @@ class HeldState:
             for tensor in tensors:
                 self._is_changed(tensor)
 
-    def warn(self, run: SavedRun, contents: Contents, leave_out: Sequence[str]) -> None:
-        """To be called when a checkpoint is taken.
+    def warn(self, run: SavedRun, contents: Contents) -> None:
+        """To be called when a checkpoint is taken. Handlers that the user leaves out are not warned about.
 
         Args:
             run: whose handlers are looked at.
             contents: what is in the checkpoint.
-            leave_out: names of classes that are not warned about.
         """
         known: set[int] | None = None  # looked up when it is needed, which is seldom
         for name, attribute, tensors in _held(run):
             changed = [tensor for tensor in tensors if self._is_changed(tensor)]
             if changed and known is None:
                 known = {_storage(piece.data) for piece in contents.all_pieces.values()}
-                modules = [entry.module for entry in run.objects().shared.values() if isinstance(entry, SavedModule)]
+                modules = [entry.module for entry in run.objects().modules.values()]
                 # Buffers of saved modules do not count either where they are not in the state.
                 known |= {_storage(tensor) for module in modules for tensor in _tensors(module)}
             changed = [tensor for tensor in changed if _storage(tensor) not in (known or ())]
-            if changed and name not in self._warned and name not in leave_out:
+            if changed and name not in self._warned and name not in run.leave_out:
                 self._warned.add(name)
                 _logger.warning(
                     f"the handler {name} holds {len(changed)} tensors in {attribute!r} that change in training, and has no "

@@ -11,8 +11,8 @@ from ignite_train.arguments import path_of
 from ignite_train.checkpoint.directory import CheckpointDirectory
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.manifest import MANIFEST, Manifest, UnusableCheckpoint, read_manifest
-from ignite_train.checkpoint.reader import CheckpointReader, TensorClaim
-from ignite_train.checkpoint.tree import decode
+from ignite_train.checkpoint.reader import CheckpointReader
+from ignite_train.checkpoint.tree import TensorForm, decode
 from ignite_train.errors import CheckpointError, CheckpointFormatError, DamagedCheckpointError, UnreadableCheckpointError
 
 __all__ = ["CheckpointInfo", "Found", "GroupInfo", "best", "find", "read_checkpoint"]
@@ -177,7 +177,7 @@ def _read(stored: CheckpointReader) -> CheckpointInfo:
         world_size=manifest.world_size,
         score=manifest.score,
         config=decode(manifest.config, ("config",))["config"],
-        shapes={name: claim.shape for name, claim in stored.outline("model").items() if isinstance(claim, TensorClaim)},
+        shapes={name: form.shape for name, form in stored.outline("model").items() if isinstance(form, TensorForm)},
         param_groups={name: _groups(entry) for name, entry in description["optimizers"].items()},
     )
 

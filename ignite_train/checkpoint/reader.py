@@ -25,32 +25,13 @@ from ignite_train.checkpoint.manifest import (
     reading_error,
 )
 from ignite_train.checkpoint.tensor_files import Box, Entry, TensorFile, assemble, check_cover, local_box
-from ignite_train.checkpoint.tree import DTYPES, MAX_NODES, Composed, ComposedTensor, KeyPath, decode, path_name
+from ignite_train.checkpoint.tree import DTYPES, MAX_NODES, Composed, ComposedTensor, KeyPath, TensorForm, decode, path_name
 from ignite_train.errors import CheckpointError, UnreadableCheckpointError
 
-__all__ = ["CheckpointReader", "Like", "TensorClaim", "composed_claim"]
+__all__ = ["CheckpointReader", "Like", "composed_form"]
 
 Like = Callable[[KeyPath, tuple[int, ...]], DTensor | None]
 """Gives the sharded tensor that the one stored at a path, with a shape, is read for; None: the whole tensor is wanted."""
-
-
-@dataclass(slots=True)
-class TensorClaim:
-    """What an index says of a tensor that was not read yet. Like a tensor, it cannot be a key of a dict.
-
-    Attributes:
-        key: its name in the index.
-        shape: of the whole tensor.
-        dtype: of its numbers.
-        of_class: the name of its class, if it is made of other tensors.
-        parts: what is claimed of these.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    of_class: str = ""
-    parts: tuple[TensorClaim, ...] = ()
 
 
 class _FrozenWeights(TensorFile):
@@ -101,26 +82,25 @@ class _Part:
     tensors: dict[str, TensorFile]
 
 
-def composed_claim(composed: Composed, path: KeyPath) -> TensorClaim:
-    """The record of a tensor that consists of other tensors.
+def composed_form(composed: Composed, path: KeyPath) -> TensorForm:
+    """The form of a tensor that consists of other tensors.
 
     Raises:
         ValueError: one of its parts is not a tensor.
     """
-    parts = [*composed.parts.values()]
-    if not all(isinstance(part, TensorClaim) for part in parts):
+    if not all(isinstance(part, TensorForm) for part in composed.parts.values()):
         raise ValueError(f"{path_name(path)} is not a tensor")
-    return TensorClaim(path_name(path), composed.shape, composed.dtype, composed.of_class, tuple(parts))
+    return composed.form
 
 
 def _composed(classes: Mapping[str, type[ComposedTensor]], composed: Composed, path: KeyPath) -> Tensor:
-    kind = classes.get(composed.of_class)
+    kind, shape = classes.get(composed.form.name), composed.form.shape
     if kind is None or not all(isinstance(part, Tensor) for part in composed.parts.values()):
         raise CheckpointError(
-            f"{path_name(path)} is of the class {composed.of_class:.100}, and nothing in this run is; build what was saved"
+            f"{path_name(path)} is of the class {composed.form.name:.100}, and nothing in this run is; build what was saved"
         )
-    strides = [math.prod(composed.shape[place + 1 :]) for place in range(len(composed.shape))]
-    return kind.__tensor_unflatten__(composed.parts, composed.context, torch.Size(composed.shape), tuple(strides))
+    strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+    return kind.__tensor_unflatten__(composed.parts, composed.context, torch.Size(shape), tuple(strides))
 
 
 def _whole(_path: KeyPath, _shape: tuple[int, ...]) -> None:
@@ -182,9 +162,9 @@ class CheckpointReader:
             return decode(self._part(rank).trees[name], (name,), tensor, partial(_composed, classes or {}))
 
     def outline(self, name: str, *, rank: int = 0) -> Any:
-        """An object's state with a `TensorClaim` in the place of each tensor: nothing is allocated for what a file claims."""
+        """An object's state with a `TensorForm` in the place of each tensor: nothing is allocated for what a file claims."""
         with self._naming():
-            return decode(self._part(rank).trees[name], (name,), partial(self._claim, rank), composed_claim)
+            return decode(self._part(rank).trees[name], (name,), partial(self._form, rank), composed_form)
 
     def verify(self) -> None:
         """Reads every byte of it, and everything that was stored. Keeps no tensor in memory."""
@@ -194,7 +174,7 @@ class CheckpointReader:
                 for key, file in part.tensors.items():
                     file.check(key)
                 for name, tree in part.trees.items():
-                    decode(tree, (name,), partial(self._claim, rank), composed_claim)
+                    decode(tree, (name,), partial(self._form, rank), composed_form)
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
@@ -270,11 +250,11 @@ class CheckpointReader:
             raise ValueError(f"{key} is missing, or stored with several dtypes or shapes")
         return holders[0].entries[key], holders
 
-    def _claim(self, rank: int, key: str, _path: KeyPath) -> TensorClaim:
+    def _form(self, rank: int, key: str, _path: KeyPath) -> TensorForm:
         """Looks only for the parts of a tensor, and whether they are all there."""
         entry, holders = self._find(key, rank)
         try:
             check_cover(Box((0,) * len(entry.whole), entry.whole), [file.entries[key].box for file in holders])
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
-        return TensorClaim(key, entry.whole, DTYPES[entry.dtype])
+        return TensorForm(entry.whole, DTYPES[entry.dtype])

@@ -21,9 +21,8 @@ from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.fits import config_changes
 from ignite_train.checkpoint.manifest import MANIFEST, Manifest, one_line, printable
 from ignite_train.checkpoint.reader import CheckpointReader
-from ignite_train.checkpoint.run_objects import SavedRun
 from ignite_train.checkpoint.run_state import RunState
-from ignite_train.checkpoint.state_rules import StateRules
+from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.writer import CheckpointWriter
 from ignite_train.data.position import how_exact
 from ignite_train.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
@@ -43,7 +42,6 @@ class Resumption:
 
     Args:
         run: the run.
-        rules: what the user decides about the state.
         writer: of the run's own checkpoints.
         config: the user's configuration; its changes are logged.
         on_changed_data: what happens if a run resumes in the middle of an epoch with another loader: `"raise"` or `"warn"`.
@@ -52,12 +50,11 @@ class Resumption:
     def __init__(
         self,
         run: SavedRun,
-        rules: StateRules,
         writer: CheckpointWriter,
         config: Mapping[str, Any],
         on_changed_data: str,
     ) -> None:
-        self._run, self._rules, self._writer = run, rules, writer
+        self._run, self._writer = run, writer
         self._config, self._on_changed_data = config, on_changed_data
         self._state: RunState | None = None  # until its objects are put back for the second time
         self._half_restored: Path | None = None  # the checkpoint of which some object has raised when it was given its state
@@ -80,7 +77,7 @@ class Resumption:
             self._refuse_half_restored()
             return None
         disk = self._writer.disk if root == self._writer.directory.path else None
-        state, manifest, path = read_agreed(root, names, disk, lambda reader: RunState(reader, self._run, self._rules))
+        state, manifest, path = read_agreed(root, names, disk, lambda reader: RunState(reader, self._run))
         retention = self._writer.retention
         if retention.metric is not None and manifest.scored_by is not None:
             refuse_other_mode(retention.metric, "min" if retention.lower_is_better else "max", *manifest.scored_by)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from ignite_train.carried import Carried
 from ignite_train.checkpoint.directory import Contents
 from ignite_train.checkpoint.fits import EVERY_RANK, Fit, check_module, check_tied
-from ignite_train.checkpoint.reader import CheckpointReader, TensorClaim, composed_claim
-from ignite_train.checkpoint.run_objects import PublishedMetrics, RunObjects, SavedModule, SavedRun
-from ignite_train.checkpoint.state_rules import StateRules
-from ignite_train.checkpoint.tree import ComposedTensor, KeyPath, class_name, decode, is_composed, tensors_in
+from ignite_train.checkpoint.reader import CheckpointReader, composed_form
+from ignite_train.checkpoint.run_objects import PUBLISHED, PublishedMetrics, RunObjects, SavedModule
+from ignite_train.checkpoint.saved_run import SavedRun
+from ignite_train.checkpoint.tree import ComposedTensor, KeyPath, TensorForm, class_name, decode, is_composed, tensors_in
 from ignite_train.engine.dispatch import Stateful
 from ignite_train.errors import CheckpointError
 from ignite_train.internals.of_torch import LATEST_RATES, parts_of_schedule, pytree
@@ -42,7 +42,6 @@ class RunState:
     Args:
         reader: the checkpoint.
         run: the run that resumes.
-        rules: what the user decides about the state.
 
     Attributes:
         fresh: names of objects that start from the beginning, because the checkpoint has no state that they can take over.
@@ -55,43 +54,42 @@ class RunState:
             carried something on one of them.
     """
 
-    def __init__(self, reader: CheckpointReader, run: SavedRun, rules: StateRules) -> None:
-        self._trainer, self._rules, self._path = run.trainer, rules, str(reader.path)
+    def __init__(self, reader: CheckpointReader, run: SavedRun) -> None:
+        self._trainer, self._run = run.trainer, run
         everything, of_all = run.objects(), reader.names(0)
-        kept = rules.keep(everything)
-        added = [name for name in kept.handlers() if name in kept.shared and name not in of_all]
-        self._objects = kept.without(added)
+        added = [name for name in everything.handlers() if name in everything.shared and name not in of_all]
+        self._objects = everything.without(added)
         rank, world_size = collectives.rank(), reader.manifest.world_size
         self._is_new = rank >= world_size
         source = 0 if self._is_new else rank
         names = reader.names(source)
-        gathered = () if world_size == collectives.world_size() else _of_all_ranks(self._objects)
-        saved = [name for name in self._objects.own if name in names and name not in gathered]
-        own = dict.fromkeys((*EVERY_RANK, *saved, *self._objects.trainers), source)
-        self._writers = {name: source if name in names else 0 for name in self._objects.shared}
         self._are_apart = world_size > 1 and "model" in reader.names(1)
         self._check_differing(reader)
-        self._fit = self._checked_fit(reader, own)
-        sharded, classes = _ShardedTensors(self._objects.shared), _tensor_classes(self._objects.with_whole_states())
-        self._shared = {
-            name: reader.read(name, rank=writer, like=sharded.like, classes=classes) for name, writer in self._writers.items()
+        sources = self._sources(reader, source)
+        self._fit = Fit(
+            str(reader.path), run, self._objects, {name: reader.outline(name, rank=rank) for name, rank in sources.items()}
+        )
+        self._fit.check()
+        here = _TensorsHere(self._objects.shared)
+        self._states = {
+            name: reader.read(name, rank=rank, like=here.like, classes=here.classes)
+            for name, rank in sources.items()
+            if name != "description"
         }
-        for name, entry in self._objects.shared.items():
-            if isinstance(entry, SavedModule):
-                check_tied(str(reader.path), name, entry.state_dict(), self._shared[name])
-        self._own = {name: reader.read(name, rank=writer, like=sharded.like, classes=classes) for name, writer in own.items()}
-        check_generators(self._own["generators"])
-        if "numpy" in self._own["data"].get("opening", {}):  # a loader with a state of its own needs none of them
-            check_generators(self._own["data"]["opening"])
+        for name, module in self._objects.modules.items():
+            check_tied(str(reader.path), name, module.state_dict(), self._states[name])
+        check_generators(self._states["generators"])
+        if "numpy" in self._states["data"].get("opening", {}):  # a loader with a state of its own needs none of them
+            check_generators(self._states["data"]["opening"])
         prefixes = ("handlers/", "evaluator/", "to_save/")
-        known = {*everything.own, *everything.shared, *everything.trainers}
+        known = {*everything.own, *everything.shared, *everything.trainers, *run.left_out}
         unused = [name for name in names if name.startswith(prefixes) and name not in known]
-        self.unused = [name for name in unused if not name.endswith("/state.metrics")]  # what is shown, and not a state
+        self.unused = [name for name in unused if not name.endswith(f"/{PUBLISHED}")]  # what is shown, and not a state
         published = [name for name, entry in self._objects.own.items() if isinstance(entry, PublishedMetrics)]
-        self.fresh = [*added, *(name for name in self._objects.own if name not in own and name not in published)]
+        self.fresh = [*added, *(name for name in self._objects.own if name not in sources and name not in published)]
         self._compare_loss_scaling()
-        self.changed = self._fit.changes(self._objects, rules)
-        if rules.drops_carried:
+        self.changed = self._fit.changes()
+        if run.drops_carried:
             self._drop_carried()
         else:
             self._check_carried(reader)
@@ -99,12 +97,12 @@ class RunState:
     def restore(self) -> None:
         """Puts everything back: counters, place in the data, and all that `restore_objects` does."""
         with _naming("trainer"):
-            self._trainer.load_state_dict(self._own["trainer"])
+            self._trainer.load_state_dict(self._states["trainer"])
         if self._are_apart:
             self._trainer.replicas.are_equal = False
-        self._trainer.data.load_position(self._own["data"])
+        self._trainer.data.load_position(self._states["data"])
         # A handler of STARTED or EPOCH_STARTED may add the groups that an optimizer lacks, so it has its state after them.
-        outer = [name for name in self._objects.optimizers if self._missing_groups(name)]
+        outer = [name for name in self._objects.optimizers if self._fit.missing_groups(name)]
         lacking = [name for name in self._objects.shared if any(name == one or name.startswith(f"{one}.") for one in outer)]
         self._restore_objects(self._objects.without(lacking))
 
@@ -117,53 +115,42 @@ class RunState:
             CheckpointError: a handler has added others.
         """
         for name, optimizer in self._objects.optimizers.items():
-            for group, options in self._missing_groups(name):
+            groups = self._fit.missing_groups(name)
+            saved = self._states[name]["param_groups"][-len(groups) :] if groups else []
+            for group, options in zip(groups, copy.deepcopy(saved), strict=True):
                 self._thaw(group)
                 optimizer.add_param_group({**options, "params": group})
-        self._rules.note(self._objects)
+        self._run.note(self._objects)
         for name in self._objects.optimizers:
-            self._fit.check_optimizer(self._path, name, self._objects, self._rules)
+            self._fit.check_optimizer(name)
         self._restore_objects(self._objects)
 
     def _thaw(self, group: Sequence[nn.Parameter]) -> None:
         """Lets parameters have gradients if they had when the checkpoint was written."""
         frozen, added = self._fit.description["frozen"], {id(parameter) for parameter in group}
-        for name, parameter in self._objects.model.parameters():
+        for name, parameter in self._objects.modules["model"].parameters():
             if id(parameter) in added:
                 parameter.requires_grad_(name not in frozen)
 
-    def _missing_groups(self, name: str) -> list[tuple[list[nn.Parameter], dict[str, Any]]]:
-        """Parameters and options of the groups that an optimizer lacks."""
-        groups = self._fit.missing_groups(name, self._objects)
-        options = self._shared[name]["param_groups"][-len(groups) :] if groups else []
-        return [
-            (group, {key: value for key, value in other.items() if key != "params"})
-            for group, other in zip(groups, copy.deepcopy(options), strict=True)
-        ]
-
     def _restore_objects(self, objects: RunObjects) -> None:
         """The generators come last: loading may draw."""
-        state, results = self._trainer.state, self._own["results"]
-        state.carried.load_state_dict(self._own["trainer"]["carried"])
+        state, results = self._trainer.state, self._states["results"]
+        state.carried.load_state_dict(self._states["trainer"]["carried"])
         for key in self._trainer.state_dict_user_keys:
-            setattr(state, key, copy.deepcopy(self._own["trainer"][key]))
+            setattr(state, key, copy.deepcopy(self._states["trainer"][key]))
         if results["output"]:
             self._trainer.publish(UpdateOutput(**results["output"]))
-        state.metrics = copy.deepcopy(results["metrics"])
-        for name, entry in objects.shared.items():
-            with _naming(name):
-                _load(entry, self._shared[name])
-        for name, entry in objects.own.items():
-            if name in self._own:
+        for name, entry in {**objects.shared, **objects.own}.items():
+            if name in self._states:
                 with _naming(name):
-                    _load(entry, self._own[name])
+                    _load(entry, self._states[name])
         for name, trainer in objects.trainers.items():
             with _naming(name):
-                trainer.load_state_dict(copy.deepcopy(self._own[name]))
+                trainer.load_state_dict(copy.deepcopy(self._states[name]))
         self._restore_buffers()
         for name, optimizer in objects.optimizers.items():
             self._let_script_win(name, optimizer)
-        restore_random_state(self._own["generators"])
+        restore_random_state(self._states["generators"])
         if self._is_new:
             seed_new_rank(collectives.rank())
 
@@ -171,31 +158,35 @@ class RunState:
     def _restore_buffers(self) -> None:
         """Puts back those that this rank has saved."""
         for module, buffers in self._objects.buffers().items() if not self._is_new else ():
-            saved = self._own["buffers"].get(module, {})
+            saved = self._states["buffers"].get(module, {})
             for name in (name for name in buffers if name in saved):
                 buffers[name].copy_(saved[name])
 
-    def _checked_fit(self, reader: CheckpointReader, own: Mapping[str, int]) -> Fit:
-        """What the checkpoint claims for this rank, compared with the run. `own` says which rank wrote each of its states."""
-        first = reader.names(0)
-        missing = [name for name in (*self._objects.shared, *self._objects.trainers) if name not in first]
+    def _sources(self, reader: CheckpointReader, source: int) -> dict[str, int]:
+        """Which rank wrote each state that this one takes: `source`, or rank 0 what is the same on all ranks."""
+        objects, names = self._objects, reader.names(source)
+        missing = [name for name in (*objects.shared, *objects.trainers) if name not in reader.names(0)]
         if missing:
             raise CheckpointError(
                 f"{reader.path} holds no state of {missing[0]!r}; attach the objects that were saved, or start in another "
                 "directory"
             )
-        fit = Fit(
-            shared={name: reader.outline(name, rank=writer) for name, writer in self._writers.items()},
-            own={name: reader.outline(name, rank=writer) for name, writer in own.items()},
-            description=reader.outline("description"),
-        )
-        fit.check(str(reader.path), self._objects, self._rules)
-        return fit
+        # Only as many ranks can read Ignite's metrics: each holds what every rank has counted.
+        is_other_number = reader.manifest.world_size != collectives.world_size()
+        own = [
+            name for name, entry in objects.own.items() if name in names and not (is_other_number and isinstance(entry, Metric))
+        ]
+        shared = {name: source if name in names else 0 for name in objects.shared}
+        return {"description": 0} | shared | dict.fromkeys((*EVERY_RANK, *own, *objects.trainers), source)
 
     def _let_script_win(self, name: str, optimizer: Optimizer) -> None:
         """Sets the options that the script decides. A restored schedule keeps its shape, over the script's `lr`."""
-        decided = self._rules.decided(name)
-        schedules = self._restored_schedules(optimizer) if "lr" in self._rules.script_wins else []
+        decided = self._run.decided(name)
+        schedules = [
+            schedule
+            for key, schedule in self._objects.schedules.items()
+            if schedule.optimizer is optimizer and key not in self.fresh and "lr" in self._run.script_wins
+        ]
         bases = []
         for group, wins in zip(optimizer.param_groups, copy.deepcopy(decided), strict=True):
             before, rate = group.get("initial_lr", group["lr"]), group["lr"]
@@ -205,32 +196,26 @@ class RunState:
                 group["lr"] = rate * (bases[-1] / before) if before else rate  # 0 then and now, or it had been refused
         for schedule in schedules:
             _rescale(schedule, optimizer, bases)
-        self._rules.continue_with(name, self._fit.description["optimizers"][name])
-
-    def _restored_schedules(self, optimizer: Optimizer) -> list[LRScheduler]:
-        """The schedules of an optimizer whose state comes from the checkpoint."""
-        restored = {name: entry for name, entry in self._objects.own.items() if name not in self.fresh}
-        found = RunObjects(self._objects.shared, restored).schedules.values()
-        return [schedule for schedule in found if schedule.optimizer is optimizer]
+        self._run.continue_with(name, self._fit.description["optimizers"][name])
 
     def _drop_carried(self) -> None:
         """The run starts without what forward has carried."""
         for name in ("trainer", *self._objects.trainers):
-            if _carried(self._own[name]):
+            if _carried(self._states[name]):
                 self.unused.append("state.carried" if name == "trainer" else f"state.carried of {name}")
-            self._own[name]["carried"] = Carried().state_dict()
+            self._states[name]["carried"] = Carried().state_dict()
 
     def _compare_loss_scaling(self) -> None:
         """Notes where the loss scaling starts fresh, or is not used; without a state of it, its policy keeps its own."""
         for name, trainer in (("trainer", self._trainer), *self._objects.trainers.items()):
-            update, now = self._own[name].get("update"), "loss_scaling" in trainer.config
+            update, now = self._states[name].get("update"), "loss_scaling" in trainer.config
             if not isinstance(update, dict):
                 continue  # which is refused when it is restored
             was = update.get("loss_scaling", {}) != {}
-            if self._rules.drops_loss_scaling:
+            if self._run.drops_loss_scaling:
                 update["loss_scaling"] = {}
             label = "loss_scaling" if name == "trainer" else f"loss_scaling of {name}"
-            if was and (not now or self._rules.drops_loss_scaling):
+            if was and (not now or self._run.drops_loss_scaling):
                 self.unused.append(label)
             elif now and not was:
                 self.fresh.append(label)
@@ -260,7 +245,7 @@ class RunState:
         world_size = reader.manifest.world_size
         for name in ("trainer", *self._objects.trainers):
             if world_size == collectives.world_size():
-                _carried(self._own[name])  # raises if it cannot be restored
+                _carried(self._states[name])  # raises if it cannot be restored
                 continue
             ranks = [rank for rank in range(world_size) if name in reader.names(rank)]
             keys = [key for rank in ranks for key in _carried(reader.read(name, rank=rank))]
@@ -272,7 +257,7 @@ class RunState:
                 )
 
 
-def check_contents(contents: Contents, run: SavedRun, rules: StateRules) -> None:
+def check_contents(contents: Contents, run: SavedRun) -> None:
     """Reads in memory what this rank would write, by the checks of a resume: what is written must pass what reads it.
 
     Raises:
@@ -284,16 +269,11 @@ def check_contents(contents: Contents, run: SavedRun, rules: StateRules) -> None
     if any(key not in pieces for tree in trees.values() for key in tensors_in(tree)) or not collectives.is_main_rank():
         return  # other ranks hold all of some tensor, or write the rest
 
-    def claim(key: str, _path: KeyPath) -> TensorClaim:
-        return TensorClaim(key, pieces[key].whole, pieces[key].data.dtype)
+    def form(key: str, _path: KeyPath) -> TensorForm:
+        return TensorForm(pieces[key].whole, pieces[key].data.dtype)
 
-    objects, found = (
-        rules.keep(run.objects()),
-        {name: decode(tree, (name,), claim, composed_claim) for name, tree in trees.items()},
-    )
-    shared = {name: found[name] for name in objects.shared}
-    own = {name: value for name, value in found.items() if name not in shared and name != "description"}
-    Fit(shared, own, found["description"]).check("what would be written", objects, rules)
+    states = {name: decode(tree, (name,), form, composed_form) for name, tree in trees.items()}
+    Fit("what would be written", run, run.objects(), states).check()
 
 
 def restore_model(path: Path, model: SavedModule) -> None:
@@ -305,8 +285,8 @@ def restore_model(path: Path, model: SavedModule) -> None:
     """
     with CheckpointReader(path) as reader:
         check_module(str(path), "model", model.state_dict(), reader.outline("model"))
-        classes = _tensor_classes({"model": model})
-        saved = reader.read("model", like=_ShardedTensors({"model": model}).like, classes=classes)
+        here = _TensorsHere({"model": model})
+        saved = reader.read("model", like=here.like, classes=here.classes)
     check_tied(str(path), "model", model.state_dict(), saved)
     model.load_state_dict(saved)
 
@@ -325,11 +305,6 @@ def _rescale(schedule: LRScheduler, optimizer: Optimizer, bases: Sequence[float]
     vars(schedule)[LATEST_RATES] = [float(group["lr"]) for group in optimizer.param_groups]
     for part in parts_of_schedule(schedule):
         _rescale(part, optimizer, bases)
-
-
-def _of_all_ranks(objects: RunObjects) -> list[str]:
-    """What only the number of ranks that wrote it can read: each of Ignite's metrics holds what every rank has counted."""
-    return [name for name, entry in objects.own.items() if isinstance(entry, Metric)]
 
 
 def _load(entry: Stateful, saved: Any) -> None:
@@ -354,31 +329,49 @@ def _naming(name: str) -> Iterator[None]:
         raise CheckpointError(f"{name!r} refuses its state: {type(error).__name__}: {error}") from error
 
 
-class _ShardedTensors:
-    """The sharded tensors of this rank, by the paths of their values in a checkpoint."""
+class _TensorsHere:
+    """The tensors of this run that say what those of a checkpoint become, found in one walk over the states of objects.
+
+    Attributes:
+        classes: the classes of tensors made of others that a checkpoint may name: those in the states, by name, and those that
+            the package of an optimizer has defined, since its state may not exist before the first step.
+    """
 
     def __init__(self, objects: Mapping[str, Stateful]) -> None:
-        self._tensors: dict[KeyPath, DTensor] = {}
-        self._sharded_parameters: dict[KeyPath, DTensor] = {}
+        self.classes: dict[str, type[ComposedTensor]] = {}
+        self._sharded: dict[KeyPath, DTensor] = {}
+        packages: set[str] = set()
         for name, entry in objects.items():
-            if not isinstance(entry, GathersState):
-                self._collect(entry.state_dict(), (name,))
             optimizer = entry.inner if isinstance(entry, InnerState) else entry
             if isinstance(optimizer, Optimizer):
+                packages |= {type(one).__module__.partition(".")[0] for one in each_optimizer(optimizer)} - {"torch"}
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                sharded = {(name, "state", i): p for i, p in enumerate(parameters) if isinstance(p, DTensor)}
-                self._sharded_parameters |= sharded
+                # One that has not stepped yet has no moments; they are sharded as their parameters are.
+                self._sharded |= {(name, "state", i): p for i, p in enumerate(parameters) if isinstance(p, DTensor)}
+            if not isinstance(entry, GathersState):
+                self._collect(entry.state_dict(), (name,))
+        for kind in _subclasses(Tensor):
+            if kind.__module__.partition(".")[0] in packages and issubclass(kind, ComposedTensor):
+                self.classes[class_name(kind)] = kind
 
     def like(self, path: KeyPath, shape: tuple[int, ...]) -> DTensor | None:
-        """See `Like`. An optimizer that has not stepped yet has no moments; they are sharded as their parameters are."""
-        found = self._tensors.get(path, self._sharded_parameters.get(path[:3]))
+        """See `Like`."""
+        found = self._sharded.get(path, self._sharded.get(path[:3]))
         return found if found is not None and tuple(found.shape) == shape else None
 
     def _collect(self, value: Any, path: KeyPath) -> None:
+        entries: Iterable[tuple[Any, Any]] = ()
         if isinstance(value, DTensor):
-            self._tensors[path] = value
+            self._sharded[path] = value
+        elif is_composed(value):
+            self.classes[class_name(type(value))] = type(value)
+            entries = [(name, getattr(value, name)) for name in value.__tensor_flatten__()[0]]
         elif isinstance(value, Mapping):
-            for key, entry in value.items():
+            entries = value.items()
+        elif isinstance(value, (list, tuple)):
+            entries = enumerate(value)
+        for key, entry in entries:
+            if isinstance(entry, (Tensor, Mapping, list, tuple)):
                 self._collect(entry, (*path, key))
 
 
@@ -395,37 +388,8 @@ def _made_of_copies(composed: Any) -> Tensor:
     return made
 
 
-def _tensor_classes(objects: Mapping[str, Any]) -> dict[str, type[ComposedTensor]]:
-    """The classes of such tensors that a checkpoint may name: those in the states of these objects, by name.
-
-    A state that does not exist before the first step may have those, too, that the package of its optimizer has defined.
-    """
-    found: dict[str, type[ComposedTensor]] = {}
-    packages: set[str] = set()
-    for entry in objects.values():
-        found |= {class_name(kind): kind for kind in _classes_in(entry.state_dict())}
-        if isinstance(entry, Optimizer):
-            packages |= {_package(type(one)) for one in each_optimizer(entry)}
-    known = {kind for kind in _subclasses(Tensor) if issubclass(kind, ComposedTensor)}
-    return found | {class_name(kind): kind for kind in known if _package(kind) in packages - {"torch"}}
-
-
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
-
-
 def _subclasses(kind: type) -> Iterator[type]:
     subclasses: list[type] = kind.__subclasses__()
     for one in subclasses:
         yield one
         yield from _subclasses(one)
-
-
-def _classes_in(value: Any) -> Iterator[type[ComposedTensor]]:
-    if is_composed(value):
-        yield type(value)
-        for name in value.__tensor_flatten__()[0]:
-            yield from _classes_in(getattr(value, name))
-    elif isinstance(value, (Mapping, list, tuple)):
-        for entry in value.values() if isinstance(value, Mapping) else value:
-            yield from _classes_in(entry)

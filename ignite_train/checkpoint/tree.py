@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -22,10 +23,12 @@ __all__ = [
     "Composed",
     "ComposedTensor",
     "KeyPath",
+    "TensorForm",
     "TreeEncoder",
     "class_name",
     "decode",
     "dtype_name",
+    "form_of",
     "is_composed",
     "path_name",
     "tensors_in",
@@ -74,6 +77,31 @@ def class_name(kind: type) -> str:
 def path_name(path: KeyPath) -> str:
     """How a path is written in files and messages: `optimizer['state'][0]['exp_avg']`."""
     return str(path[0]) + "".join(map("[{!r}]".format, path[1:]))
+
+
+@dataclass(slots=True)
+class TensorForm:
+    """All that is compared of a tensor, and all that is known of one that was not read yet. Like a tensor, it can be no key.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: of its numbers.
+        name: of the class of a tensor that is made of others, or of a parameter; empty if there is none to compare.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    name: str = ""
+
+    def __repr__(self) -> str:
+        return f"{self.name and f'{self.name:.100}, '}{dtype_name(self.dtype)} of shape {self.shape}"
+
+
+def form_of(value: Any) -> Any:
+    """The form of a tensor, and any other value as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    return TensorForm(tuple(value.shape), value.dtype, class_name(type(value)) if is_composed(value) else "")
 
 
 class TreeEncoder:
@@ -222,22 +250,18 @@ class Composed(NamedTuple):
     """A tensor that is made of others, as a file describes it.
 
     Attributes:
-        of_class: the name of its class.
-        dtype: of its numbers.
-        shape: of it.
+        form: the name of its class, its dtype and its shape.
         parts: the tensors, or what stands for them, by the names of attributes.
         context: what else makes it up.
     """
 
-    of_class: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    form: TensorForm
     parts: dict[str, Any]
     context: Any
 
 
 def _none_composed(composed: Composed, path: KeyPath) -> Any:
-    raise CheckpointError(f"{path_name(path)} is of the class {composed.of_class:.100}, which is not known here")
+    raise CheckpointError(f"{path_name(path)} is of the class {composed.form.name:.100}, which is not known here")
 
 
 def decode(
@@ -306,8 +330,8 @@ class _Decoder:
         found = self.decode(parts, path)
         if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
             raise ValueError(f"{path_name(path)} is not a tensor")
-        composed = Composed(name, DTYPES[dtype], tuple(sizes), found, self.decode(context, (*path, "context")))
-        return self._compose(composed, path)
+        form = TensorForm(tuple(sizes), DTYPES[dtype], name)
+        return self._compose(Composed(form, found, self.decode(context, (*path, "context"))), path)
 
     def _decode_sequence(self, kind: str, content: Any, path: KeyPath) -> Any:
         if not isinstance(content, list):

@@ -76,7 +76,7 @@ class ArrivingGroup(MutableSequence[Any]):
         self._size = len(self._arrived)
 
     def insert(self, index: int, value: Any) -> None:
-        """As of a list."""
+        """Inserts a value, as a list does."""
         self.whole().insert(index, value)
         self._size = len(self._arrived)
 

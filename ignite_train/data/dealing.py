@@ -52,7 +52,7 @@ class ElasticDealing(Dealing):
     """To the members of the update, who may be others in the next one.
 
     The order of the samples is a function of seed and epoch. Each member takes its own from the place after the samples that
-    are counted; so those of a member that is lost are dealt again with the rest.
+    are counted; so the samples of a member that is lost are dealt again with the rest.
 
     Args:
         members: the members.

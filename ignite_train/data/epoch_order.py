@@ -77,7 +77,7 @@ class KeyedPermutation:
         return numbers
 
     def _shuffle(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """One pass through the network, over all pairs of a high and a low half."""
+        """A pass through the network, over all pairs of a high and a low half."""
         low = numbers.astype(np.uint32) & self._low_mask
         high = (numbers >> self._low_bits).astype(np.uint32)
         wide = np.empty(numbers.shape, np.uint64)

@@ -129,7 +129,7 @@ class FetchThread(Iterator[Any]):
 
 
 class _ReadAhead:
-    """What the caller and the thread share.
+    """The state that the caller and the thread share.
 
     Args:
         source: what is read; by the thread alone while it runs.

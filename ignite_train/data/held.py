@@ -135,7 +135,7 @@ def _same(ones: _Parts, others: _Parts) -> bool:
 
 
 def _marks(parts: _Parts) -> set[tuple[str, int]]:
-    """What another micro-batch has too if it has an object, or its memory, in common with this one."""
+    """The keys that another micro-batch has too if it shares an object, or its memory, with this one."""
     own = [
         (part, address) for part, (address, _, _) in zip(*parts, strict=True) if not isinstance(part, (*_OPAQUE, type(None)))
     ]

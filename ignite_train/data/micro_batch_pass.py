@@ -1,4 +1,4 @@
-"""One pass over the data of all ranks, cut into groups of micro-batches, one for each update."""
+"""A pass over the data of all ranks, cut into groups of micro-batches, one for each update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ignite_train.ranks import collectives
 __all__ = ["GroupSizes", "MicroBatchPass", "PassRules", "Uneven", "count_updates"]
 
 Uneven = Literal["all", "shortest", "replay", "error"]
-"""What ranks with different numbers of micro-batches do.
+"""The rules for ranks with different numbers of micro-batches.
 
 `"all"`: every micro-batch is used; a rank that ran out takes part with weight zero. `"shortest"`: the epoch ends on all ranks
 when the first rank runs out. `"replay"`: as `"all"`, and a rank that ran out runs forward and backward on a placeholder with
@@ -37,7 +37,7 @@ GroupSizes = int | Callable[[int], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRules:
-    """What holds for all passes of a trainer.
+    """The facts that hold for all passes of a trainer.
 
     Attributes:
         dealing: who gets samples.
@@ -58,7 +58,7 @@ class PassRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """What is known of a pass when it begins, and is the same for each of its groups.
+    """The facts that are known of a pass when it begins, the same for each of its groups.
 
     Attributes:
         own_length: micro-batches that are left on this rank, as its loader says; None if unknown.
@@ -86,7 +86,7 @@ class _Plan:
 
 
 class MicroBatchPass:
-    """One pass over the data of all ranks: an iterator of groups, empty where only other ranks have micro-batches.
+    """A pass over the data of all ranks: an iterator of groups, empty where only other ranks have micro-batches.
 
     Args:
         rules: which groups there are.

@@ -177,7 +177,7 @@ class DataPosition:
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """In it, an error of what was saved, which may come from any file, is a refusal."""
+        """In it, an error of a saved state, which may come from any file, is a refusal."""
         try:
             yield
         except (AttributeError, LookupError, TypeError, RuntimeError, OverflowError) as error:
@@ -357,7 +357,7 @@ class DataPosition:
 
 
 def _pass_of(loader: Iterable[Any]) -> object:
-    """What stands for the pass that persistent workers make: torch has one for each. Without such workers it is None."""
+    """An object that stands for the pass of persistent workers: torch has another in each. None without such workers."""
     return sampler_pass_of(loader) if isinstance(loader, DataLoader) else None
 
 

@@ -234,7 +234,7 @@ class _KeyBatches(Sampler[list[tuple[int, int]]]):
         self._batches = batches
 
     def describe(self) -> dict[str, Any]:
-        """What the order depends on, in plain types."""
+        """The facts that the order depends on, in plain types."""
         return self._batches.describe()
 
     def __len__(self) -> int:

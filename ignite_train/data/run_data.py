@@ -210,7 +210,7 @@ class RunData(Batches):
         groups.finish()
 
     def epoch_closed(self) -> None:
-        """Notes whether the pass still is that of the open epoch: no longer, unless closing it has failed."""
+        """Notes that the pass is no longer one of an open epoch, unless closing the epoch has failed."""
         self._pass_is_opened = self._progress.epoch_open
 
     # --- a group
@@ -249,7 +249,7 @@ class RunData(Batches):
         return self.batch(state.batch)
 
     def given(self, group: list[Any]) -> list[Any]:
-        """A group that `update` was given, without what is no micro-batch. On some trainers collective."""
+        """A group that `update` was given, without entries that are None. On some trainers collective."""
         self.max_micro_batches = self.grouping.max_micro_batches_of(group)
         if self.grouping.rules.none_is_empty:
             group = [micro_batch for micro_batch in group if micro_batch is not None]

@@ -136,7 +136,7 @@ class ShardedSampler(Sampler[int]):
 
 
 def _chunks(positions: range, order: Order) -> Iterator[list[int]]:
-    """What stands at these positions, in lists; the first one is short, so that the first sample comes at once."""
+    """The entries at these positions, in lists; the first one is short, so that the first sample comes at once."""
     size = _FIRST_CHUNK
     while positions:
         now, positions = positions[:size], positions[size:]

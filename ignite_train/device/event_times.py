@@ -18,7 +18,7 @@ _MILLISECOND = 1e-3
 
 
 class DeviceEvent(Protocol):
-    """What is used of `torch.Event`."""
+    """The part of `torch.Event` that is used here."""
 
     def record(self) -> None:
         """Queues the event behind the work that is queued on the current stream."""

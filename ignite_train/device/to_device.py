@@ -1,4 +1,4 @@
-"""Moving micro-batches to the device of the model, the next one of a group while this one is computed on."""
+"""Moving micro-batches to the device of the model, each while the one before it is computed on."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class ToDevice:
             copied.synchronize()  # sync, with copies alone unless something was moved late
 
     def ahead(self, micro_batch: Any) -> None:
-        """Starts to move the one that will be asked for next. If there is no room for it, it is moved when it is asked for."""
+        """Starts to move the next micro-batch. If there is no room for it, it is moved when it is asked for."""
         if not self._has_streams or self._moved_ahead(micro_batch) is not None:
             return
         try:
@@ -133,7 +133,7 @@ class ToDevice:
 
 
 def transfer_to(device: torch.device) -> ToDevice | None:
-    """What copies micro-batches to a device; None for the CPU, where there is nothing to copy."""
+    """The object that copies micro-batches to a device; None for the CPU, where there is nothing to copy."""
     return None if device.type == "cpu" and not has_streams(device) else ToDevice(device)
 
 

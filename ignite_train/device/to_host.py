@@ -22,7 +22,7 @@ def is_on_host(device: torch.device) -> bool:
 
 
 class ToHost:
-    """One transfer of a few numbers to the host, which does not wait for work that was queued on the device later.
+    """A transfer of a few numbers to the host, which does not wait for work that was queued on the device later.
 
     On an accelerator with streams, the numbers are copied to pinned memory and an event is recorded after the copy: the host
     waits for that event, while the device continues with what was queued later. On other devices they are read in `receive`.

@@ -147,7 +147,7 @@ class Dispatcher(OpenEngine):
             handlers_by_event(self).setdefault(event, [])
 
     def add_event_handler(self, event_name: Any, handler: Any, *args: Any, **kwargs: Any) -> RemovableEventHandle:
-        """As in Ignite. If `handler`, or the object whose method it is, has a state, it is saved with every checkpoint."""
+        """Attaches a handler, as in Ignite. If it, or the object whose method it is, has a state, checkpoints save that."""
         _refuse_unattached(handler)
         if isinstance(event_name, EventsList):  # Ignite calls this method again for each of them
             return super().add_event_handler(event_name, handler, *args, **kwargs)
@@ -158,7 +158,7 @@ class Dispatcher(OpenEngine):
         return handle
 
     def remove_event_handler(self, handler: Callable[..., Any], event_name: Any) -> None:
-        """As in Ignite. An object of which nothing is attached any more is no longer saved."""
+        """Removes a handler, as in Ignite. An object whose last handler is removed is no longer saved."""
         super().remove_event_handler(handler, event_name)
         self._handlers_changed()
         owner = _owner(handler)
@@ -231,7 +231,7 @@ class Dispatcher(OpenEngine):
             raise ValueError(f"event must be one registered on this {type(self).__name__}, got {name!r}{hint}")
 
     def _filtered(self, handler: Callable[..., Any], event: Any, event_filter: Any) -> Callable[..., Any]:
-        """As in Ignite, but filters get a proxy of the engine, so that engine and handler do not form a cycle.
+        """Wraps a handler as Ignite does, but gives filters a proxy of the engine, so that engine and handler form no cycle.
 
         The counter is looked up once and not at each event, because the hash of an event is computed in Python.
         """
@@ -326,7 +326,7 @@ def entries(engine: Engine, event: Any) -> tuple[Entry, ...]:
 
 
 def attached(engine: Engine) -> list[tuple[Any, Any, tuple[Any, ...]]]:
-    """What is attached to an engine, which may be a stock one of Ignite.
+    """The handlers that are attached to an engine, which may be a stock one of Ignite.
 
     Returns:
         Of each handler its event, itself without a filter, and its arguments apart from the engine.
@@ -405,7 +405,7 @@ def _call_all(handlers: list[Any], state: Any, event_args: tuple[Any, ...], even
 
     Args:
         handlers: as Ignite stores them.
-        state: that of their engine, which has the counters.
+        state: the state of their engine, which has the counters.
         event_args: given to each, behind the engine.
         event_kwargs: likewise, by name.
         place: the index of the first handler that is due.

@@ -1,4 +1,4 @@
-"""What a trainer takes over from a state that a stock Ignite engine saved."""
+"""Conversion of a state that a stock Ignite engine saved into that of a trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is, in a few lines: its model, its device, what an update is, and how many there will be."""
+"""A run in a few lines: its model, its device, what an update is, and how many there will be."""
 
 from __future__ import annotations
 

@@ -112,4 +112,4 @@ def _nvtx(name: str) -> Callable[[], None]:
 
 
 RANGES: dict[str, Callable[[str], Callable[[], None]]] = {"record_function": _record_function, "nvtx": _nvtx}
-"""What opens a range of a profile, by its kind; what it returns closes the range."""
+"""A function that opens a range of a profile, by its kind, and returns a function that closes it."""

@@ -42,7 +42,7 @@ _hooks_on_saved_tensors: Callable[[bool], Any] = vars(torch._C._autograd).get(
 
 
 class Result(NamedTuple):
-    """What the graphs of an update have left on the device.
+    """The numbers that the graphs of an update have left on the device.
 
     Attributes:
         vector: norm of the accumulated gradients, 1 if the step was made, loss, sample size, and logs.
@@ -323,5 +323,5 @@ def _logs(names: Sequence[tuple[str, bool]], numbers: Sequence[float]) -> tuple[
 
 
 def _pairs(logs: Mapping[str, float], weights: Mapping[str, float]) -> dict[str, Any]:
-    """As forward returns them."""
+    """The logs, as forward returns them."""
     return {name: (value, weights[name]) if name in weights else value for name, value in logs.items()}

@@ -41,7 +41,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class StepPlan(NamedTuple):
-    """What a graph is told about a group when it is compiled. Whatever else changes a step is given to each call of it.
+    """The facts about a group that a graph is compiled for. Whatever else changes a step is given to each call of it.
 
     Attributes:
         is_adam: Adam's formula, which is AdamW's too; or else that of SGD.
@@ -61,7 +61,7 @@ class StepPlan(NamedTuple):
 
 
 class StepTensors(NamedTuple):
-    """What each call of the graph is given.
+    """The tensors that each call of a graph is given.
 
     Attributes:
         states: the tensors of the optimizer's state of each parameter, one behind the other; the graph changes them in place.
@@ -95,7 +95,7 @@ class _Group(NamedTuple):
 
 
 class CompiledStep:
-    """What a graph needs to make the step of torch's SGD, Adam or AdamW; the optimizer's own state stays the truth.
+    """The step of torch's SGD, Adam or AdamW, as a graph makes it; the optimizer's own state stays the truth.
 
     Rates, betas and the like are read from the groups in each update and are numbers that the graph is given, so that a
     schedule compiles nothing. Moments, and the tensors that count steps, are those of the optimizer's state. Before its first
@@ -205,7 +205,7 @@ class CompiledStep:
             self._obstacle = "a parameter of the optimizer is not in the model"
 
     def begin(self) -> tuple[tuple[StepPlan, ...], StepTensors] | str:
-        """What the graph of this update takes, or the reason why no graph can make its step; after `look`."""
+        """The arguments of the graph of this update, or the reason why no graph can make its step; after `look`."""
         if self._obstacle is not None:
             return self._obstacle
         self._find_states()
@@ -322,7 +322,7 @@ def _adam_numbers(options: Mapping[str, Any], *, is_first: bool) -> list[float]:
 def stepped(
     plan: StepPlan, numbers: Sequence[Tensor], parameter: Tensor, gradient: Tensor, states: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """What a step makes of a parameter and its state; nothing is changed in place. Runs inside a graph.
+    """The new parameter and its new state after a step; nothing is changed in place. Runs inside a graph.
 
     The formulas are those of torch's documentation, in the order of operations of its for-loops. What is narrower than float32
     is computed in float32 and rounded once, as torch's fused kernels do.

@@ -52,7 +52,7 @@ _Number = ctypes.c_float  # how a number of steps of dtype float32 lies in memor
 
 
 class _Call(NamedTuple):
-    """What a kernel is called with for one group.
+    """The call of a kernel for one group.
 
     Attributes:
         kernel: which one.
@@ -138,7 +138,7 @@ class DirectStep:
         return None
 
     def _why_ordinary(self) -> str | None:
-        """What may come and go from step to step."""
+        """The obstacles that may come and go from step to step."""
         optimizer = self._optimizer
         if type(optimizer).step is not self._class_step:
             return "the step of its class has been replaced"
@@ -151,7 +151,7 @@ class DirectStep:
         return None
 
     def _why_not(self, calls: Sequence[_Call]) -> str | None:
-        """What hinders these calls; looks again only after a look has found other tensors, or switched options."""
+        """The obstacle to these calls, or None; looks again only after a look has found other tensors or options."""
         if self._seen != self._tensors.num_looks:
             self._seen, self._obstacle = self._tensors.num_looks, self._look(calls)
         if self._on_cuda and torch.cuda.is_current_stream_capturing():

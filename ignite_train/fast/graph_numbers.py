@@ -21,7 +21,7 @@ def tolerance_of(dtypes: Sequence[torch.dtype]) -> float:
 
 
 class GraphNumbers(NamedTuple):
-    """What forward and backward of the micro-batches of a group, as far as they were run, amount to.
+    """The norm, the loss and the sample size of the micro-batches of a group that were run so far.
 
     Attributes:
         norm: L2 norm of the sum of gradients, with a loss scale of 1.
@@ -34,7 +34,7 @@ class GraphNumbers(NamedTuple):
     sample_size: float
 
     def difference(self, expected: GraphNumbers, dtypes: Sequence[torch.dtype]) -> str | None:
-        """What differs by more than rounding, in words; None if nothing does.
+        """The first number that differs by more than rounding, in words; None if none does.
 
         Compiled code rounds otherwise, and networks enlarge that; so the norm and the loss may differ by 2e-3 of their values,
         by 1e-6 if all is float64, and by 5e-2 where a dtype of 16 bits takes part. What is not finite, or of no sample, is not

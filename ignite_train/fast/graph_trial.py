@@ -53,7 +53,7 @@ class GraphTrial:
         return any(all(one is not other for other in known) for one in self._mark.random_state.moved())
 
     def difference(self, gradients: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> str | None:
-        """What the graph has written otherwise than the run of now, by more than rounding, in words; None if nothing.
+        """The first tensor that graph and later run have written differently, by more than rounding, in words; None if none.
 
         A change may be off by ten times the tolerance of `GraphNumbers.difference`, or by as little as one tolerance of the
         changes of all tensors of its kind: what is small beside the others may be a difference of large numbers. Integers must

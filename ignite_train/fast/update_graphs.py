@@ -47,7 +47,7 @@ class CannotCompileError(Exception):
 
 
 class Gathered(NamedTuple):
-    """What micro-batches leave behind, on their device.
+    """The gradients and the sums that micro-batches have left, on their device.
 
     Attributes:
         gradients: sums over the micro-batches, of each parameter of the plans in their order, times the loss scale.
@@ -214,7 +214,7 @@ class UpdateGraphs:
         return gathered
 
     def _numbers_of_trial(self, numbers: Tensor) -> Tensor:
-        """Those of a step that is continuous in the gradients, as Adam's is not without an epsilon; without a loss scale."""
+        """Numbers of a step that is continuous in the gradients (Adam's is not without an epsilon), and of no loss scale."""
         numbers = numbers.clone()
         numbers[0], place = 1.0, 2
         for plan in self._plans:
@@ -350,7 +350,7 @@ class UpdateGraphs:
 
 
 def _numbers(returned: Any, before: Gathered | None, *, has_ended: bool) -> GraphNumbers:
-    """What to compare of what a graph returned. Synchronises with the device.
+    """The numbers to compare, from the result of a graph. Synchronises with the device.
 
     Args:
         returned: by a graph.
@@ -544,7 +544,7 @@ def _refuse_to_run() -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What torch says, in one line."""
+    """The reason that torch gives, in one line."""
     if type(error).__name__ == "FailOnRecompileLimitHit":
         return "there are more sizes of micro-batches, or numbers in them, than torch._dynamo.config.recompile_limit"
     for reason in (_OTHERS, _REFUSED, _TERMS):

@@ -50,7 +50,7 @@ root_mesh_of: Callable[[DeviceMesh], DeviceMesh] = methodcaller("_get_root_mesh"
 
 
 def process_groups() -> tuple[Any, ...]:
-    """All groups of this process; publicly each is known to whoever has made it. An error if one is made at this moment."""
+    """All groups of this process; publicly only the code that has made a group knows it. An error while one is made."""
     return tuple(dist.distributed_c10d._world.pg_map)
 
 
@@ -66,7 +66,7 @@ DDP_FORWARD = "_run_ddp_forward"
 sync_buffers: Callable[[DistributedDataParallel], None] = methodcaller("_sync_buffers")
 # The communication hooks that were registered, with their states; the public method registers and does not tell.
 comm_hooks_of: Callable[[DistributedDataParallel], Sequence[tuple[Any, Any]]] = attrgetter("_comm_hooks")
-# The parameters in the order in which DDP numbers them, and those that it reduces although it was told to ignore them.
+# The parameters in the order of DDP's own numbers, and the ignored parameters that it reduces all the same, later.
 reduced_parameters: Callable[[DistributedDataParallel], Sequence[nn.Parameter]] = attrgetter("_module_parameters")
 reduced_late: Callable[[DistributedDataParallel], Sequence[nn.Parameter]] = attrgetter("_delay_all_reduce_params")
 # Of a reducer, which nothing public reaches: cuts the buckets if their order is known, and says whether it has; takes the order
@@ -88,7 +88,7 @@ def set_has_cut_buckets(ddp: DistributedDataParallel) -> None:
 
 
 def parameter_groups(root: nn.Module) -> list[Any]:
-    """What FSDP2 keeps of the parameters that it gathers together; in torch 2.11 a module has one group or none."""
+    """FSDP2's groups of parameters that it gathers together; in torch 2.11 a module has one group or none."""
     found: list[Any] = []
     for state in _states(root):
         groups = vars(state).get("_fsdp_param_groups")
@@ -114,12 +114,12 @@ def forget_iteration(root: nn.Module) -> None:
 
 
 def _states(root: nn.Module) -> list[Any]:
-    """What FSDP2 keeps of each module that it was applied to; that of the root comes first."""
+    """FSDP2's state of each module that it was applied to; the root comes first."""
     return [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]
 
 
 def _reset_iteration(root: nn.Module) -> None:
-    """What `FSDPModule.reset_iter_state` of torch 2.13 does, with torch 2.11 and 2.12, which do not have it."""
+    """Does what `FSDPModule.reset_iter_state` of torch 2.13 does, with torch 2.11 and 2.12, which do not have it."""
     states = _states(root)
     context, shared = states[0]._state_ctx, states[0]._comm_ctx
     idle = type(states[0]._training_state).IDLE

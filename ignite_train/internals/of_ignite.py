@@ -76,7 +76,7 @@ class OpenEngine(Engine):
 
 
 def computation_model_now() -> ComputationModel:
-    """What answers for the ranks of `ignite.distributed`."""
+    """The object that answers for the ranks of `ignite.distributed`."""
     model: ComputationModel = idist.utils._model
     return model
 

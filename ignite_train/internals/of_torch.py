@@ -1,6 +1,6 @@
 """Private names of torch that the core and the handlers use.
 
-Each line gives one of them a name of ours and says why no public name serves. `tests/internals/test_torch_internals.py`
+Each line gives a private name one of ours and says why no public name serves. `tests/internals/test_torch_internals.py`
 compares each with what torch documents, so that a release of torch that changes one fails there, by name. Most are torch's own
 functions, or getters in C: a call of one enters no function of Python. Only `fast/`, without which everything runs too, uses
 others.
@@ -100,7 +100,7 @@ pytree = _pytree
 
 # --- operations and the graph of backward ---
 
-# In its `with`, sees each operation, those of backward too. Torch documents it, in a module with a private name.
+# Sees each operation in its `with`, in forward and in backward. Torch documents it, in a module with a private name.
 DispatchMode = TorchDispatchMode
 
 # The arguments of an operation, and which of them it writes into.
@@ -128,13 +128,13 @@ def donates_buffers() -> bool:
 
 # --- modules ---
 
-# All modules of a kind, those of users too that derive from one; the public classes are one for each number of dimensions.
+# All modules of a kind, and what users derive from them; the public classes are one for each number of dimensions.
 BatchNorm = _BatchNorm
 RunningNorm = _NormBase  # batch and instance normalisation, with running statistics or without
 Dropout = _DropoutNd
 Loss = _Loss
 
-# What a module itself holds, by name, as a dict that can be written into; the public iterators give copies of it.
+# The contents of a module itself, by name, as a dict that can be written into; the public iterators give copies of it.
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 modules_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
@@ -181,6 +181,6 @@ def sampler_pass_of(loader: DataLoader[Any]) -> object:
 
 
 def end_workers(loader: DataLoader[Any]) -> None:
-    """Ends persistent workers at once; publicly they end when the loader is freed, whoever still refers to it."""
+    """Ends persistent workers at once; publicly they end only when the loader is freed, to which others may refer."""
     if isinstance(own := pass_of(loader), _MultiProcessingDataLoaderIter):
         own._shutdown_workers()

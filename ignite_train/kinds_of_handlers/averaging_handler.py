@@ -39,7 +39,7 @@ class AveragingHandler(Handler):
     float32, because 1 - decay of a weight is lost there. With sharded models each rank averages its shards.
 
     A derived class defines `decay_in` and passes `device`: where the averages are; None: where the weights are. It sets
-    `follows_until_first` where the average, until the first averaging, is to be the weights of the moment, and not the weights
+    `follows_until_first` where the average, until the first averaging, must be the weights of the moment, and not the weights
     with which a run began.
 
     Attributes:

@@ -1,1 +1,1 @@
-"""What belongs to the model and its optimizer: gradients, steps, rates, precision, random state."""
+"""The model and its optimizer: gradients, steps, rates, precision, random state."""

@@ -32,13 +32,11 @@ class BufferRollback:
         self._copied: list[Tensor] = []
         self._copies: list[Tensor] = []  # of each buffer; written again where the buffers are the same ones
 
+    @torch.no_grad()
     def mark(self) -> None:
         """Remembers them as they are now."""
-        if self._is_needed:
-            self._copy()
-
-    @torch.no_grad()
-    def _copy(self) -> None:
+        if not self._is_needed:
+            return
         self._owners = [(owner, {**owner}) for module in self._module.modules() if (owner := buffers_of(module))]
         buffers = [*{id(one): one for _, own in self._owners for one in own.values() if one is not None}.values()]
         if not buffers:

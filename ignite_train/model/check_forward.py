@@ -36,7 +36,7 @@ class Cut(NamedTuple):
         sizes: the samples of each micro-batch.
         loss: the mean loss of the update; NaN if forward raised an error.
         difference: the largest difference of a gradient from that of the micro-batches as they were given, in parts of the
-            largest gradient; or that of the losses, if it is larger.
+            largest gradient; or the difference of the losses, if it is larger.
         is_exact: whether that is rounding.
         error: of forward, if it raised one.
     """
@@ -173,7 +173,7 @@ class _Probe:
         return check_declaration(self._model, self._forward, self._group[0], carried=self._state.carried, precision=precision)
 
     def causes(self) -> list[str]:
-        """What is in the way of an exact update: in forward itself, or else in kinds of modules."""
+        """The obstacles to an exact update: in forward itself, or else in kinds of modules."""
         at_rest = {cut.name: cut.is_exact for cut in self.cuts(trained=())}
         if not at_rest[_AGAIN]:
             return ["forward draws random numbers, or remembers what it has seen: another cut draws others"]

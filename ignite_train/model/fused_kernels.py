@@ -282,7 +282,10 @@ def _try_sgd(
 def _try_adam(
     parameter: Tensor, gradient: Tensor, options: frozenset[str], rate: Any, wrap: Callable[[Tensor], Tensor] = _as_it_is
 ) -> Tensor:
-    """As `_try_sgd`. The epsilon is one that float16 holds: at 1e-8, torch's default, any kernel divides zero by zero in it."""
+    """Tries Adam, as `_try_sgd` does SGD.
+
+    The epsilon is one that float16 holds: at 1e-8, torch's default, any kernel divides zero by zero in it.
+    """
     decay = 0.125 * ("weight_decay" in options)
     decoupled, maximize, amsgrad = (name in options for name in ("decoupled_weight_decay", "maximize", "amsgrad"))
     right, first, second = parameter.cpu().double(), torch.zeros(()), torch.zeros(())
@@ -318,7 +321,7 @@ def _try_adam(
 def _try_adagrad(
     parameter: Tensor, gradient: Tensor, options: frozenset[str], rate: Any, wrap: Callable[[Tensor], Tensor] = _as_it_is
 ) -> Tensor:
-    """As `_try_sgd`."""
+    """Tries Adagrad, as `_try_sgd` does SGD."""
     decay, lr_decay = (0.125 * (name in options) for name in ("weight_decay", "lr_decay"))
     maximize = "maximize" in options
     right, total = parameter.cpu().double(), torch.zeros(())

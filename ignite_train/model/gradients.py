@@ -115,7 +115,7 @@ class Gradients:
             parameter.grad = gradient
 
     def add_back(self, aside: list[Tensor | None]) -> None:
-        """Adds what was set aside to what came since, as backward would have."""
+        """Adds the gradients that were set aside to those that came since, as backward would have."""
         for parameter, gradient in zip(self.parameters(), aside, strict=True):
             if parameter.grad is None:
                 parameter.grad = gradient
@@ -151,7 +151,7 @@ class Gradients:
                 parameter.grad = parameter.grad.detach()
 
     def norm(self) -> float | Tensor:
-        """L2 norm over all of them as they are, accumulated in float32 or wider; on an accelerator a 0-d tensor, not read."""
+        """L2 norm over all of them, with the loss scale, in float32 or wider; on an accelerator a 0-d tensor, not read."""
         gradients = self._strided() if self._sparse else self._existing()
         kinds = _by_kind(gradients)
         self.kinds, self.count = {*kinds}, len(gradients)
@@ -213,7 +213,7 @@ class Gradients:
             self._mean_factor = None
 
     def mean_factor(self) -> float:
-        """What they are multiplied by to be those of the mean loss.
+        """The factor that makes them the gradients of the mean loss.
 
         Raises:
             GradientAccessError: outside of GRADIENTS_READY.
@@ -265,7 +265,7 @@ class Gradients:
             foreach_mul_(existing, torch.from_numpy(np.asarray(part, dtype=np.float32)) if as_tensor else part)
 
     def name(self, parameter: nn.Parameter) -> str:
-        """What a message calls `parameter`."""
+        """The name of `parameter` in a message."""
         return next((f"{name!r}" for name, known in self._model.named_parameters() if known is parameter), "a parameter")
 
     def parameters(self) -> list[nn.Parameter]:

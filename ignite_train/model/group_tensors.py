@@ -21,7 +21,7 @@ _PARAMETERS, _GRADIENTS = attrgetter("parameters"), attrgetter("gradients")
 
 
 class SteppedGroup(NamedTuple):
-    """What the next step of an optimizer changes, and what it reads, in one group that is fused.
+    """The tensors that the next step of an optimizer changes and reads, in one group that is fused.
 
     Attributes:
         number: which of the optimizer's groups it is.
@@ -39,7 +39,7 @@ class SteppedGroup(NamedTuple):
 
 
 class _Look(NamedTuple):
-    """What was there at a look. Moments are known by their ids, so that none is kept alive.
+    """The tensors that were there at a look. Moments are known by their ids, so that none is kept alive.
 
     Parameters are held, as their group does until a script takes one out of it: `torch.utils.swap_tensors` refuses a tensor to
     which there is a weak reference.
@@ -66,7 +66,7 @@ class _Look(NamedTuple):
 
 
 def gather(optimizer: Optimizer) -> list[SteppedGroup]:
-    """What the next step is about in each fused group. To be dropped after the step: it holds the gradients."""
+    """The tensors of the next step in each fused group. To be dropped after the step: it holds the gradients."""
     found = []
     for index, group in enumerate(optimizer.param_groups):
         if group.get("fused"):
@@ -130,7 +130,7 @@ class GroupTensors:
 
 
 def _states(states: Mapping[Tensor, Any], parameters: Sequence[nn.Parameter]) -> Iterator[Any]:
-    """Those of the parameters. They are not looked up where they have the same order: the hash of a tensor is slow."""
+    """The states of the parameters. They are not looked up where they have the same order: the hash of a tensor is slow."""
     if not states:
         return repeat({})
     if len(states) == len(parameters) and all(map(is_, states, parameters)):

@@ -78,7 +78,7 @@ class LearningRates:
         return all(map(math.isfinite, rates))
 
     def unknown(self) -> list[Tensor]:
-        """Those whose numbers only the device knows; `learn` is told them."""
+        """The rates whose numbers only the device knows; `learn` is told them."""
         rates = [(index, group["lr"]) for index, group in enumerate(self._optimizer.param_groups)]
         tensors = [(index, rate) for index, rate in rates if isinstance(rate, Tensor) and not is_on_host(rate.device)]
         self._asked = [(index, rate, version_of(rate)) for index, rate in tensors if not self._is_known(index, rate)]

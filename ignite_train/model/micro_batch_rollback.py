@@ -1,4 +1,4 @@
-"""What is written into a micro-batch: noticed, and taken back."""
+"""Writes of forward into its micro-batch: noticed, and taken back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model is made of: its blocks, and how many parameters each has and trains."""
+"""A summary of a model: its blocks, and how many parameters each has and trains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Block", "ModelSummary", "model_summary"]
 
 
 class Block(NamedTuple):
-    """One row of a summary.
+    """A row of a summary.
 
     Attributes:
         name: of the module in the model; empty for parameters that belong to no block.

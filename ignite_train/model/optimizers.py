@@ -29,7 +29,6 @@ __all__ = [
     "is_torchs",
     "is_wrapped_by_scheduler",
     "load_optimizer_state",
-    "optimizer_of_parts",
     "optimizer_state",
     "optimizers_as_parts",
     "parts_as_optimizers",
@@ -37,7 +36,7 @@ __all__ = [
 ]
 
 OneOrSeveralOptimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
-"""What `create_trainer` takes: one optimizer, a list of them, or a mapping that names them."""
+"""The optimizers as `create_trainer` takes them: one optimizer, a list of them, or a mapping that names them."""
 
 _PARAMETER = "parameter"  # what stands before the number of one that was a key
 _FOLDER = "optimizers/"  # what the name of one of several begins with, in a checkpoint
@@ -108,7 +107,7 @@ class InnerState:
         self.shares_groups = inner.param_groups is outer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the inner one."""
+        """The state of the inner one."""
         return optimizer_state(self.inner)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -265,7 +264,7 @@ def as_optimizers(optimizer: Any) -> Optimizer | Optimizers:
 
 
 def _instead_of(value: Any) -> str:
-    """What to write for something that is often passed in place of an optimizer."""
+    """The advice for an object that is often passed in place of an optimizer."""
     if isinstance(value, LRScheduler):
         return "; attach it: LearningRateSchedule(scheduler).attach(trainer)"
     if isinstance(value, type) and issubclass(value, Optimizer):
@@ -299,11 +298,6 @@ def parts_as_optimizers(parts: Mapping[str, Any]) -> Optimizer | dict[str, Optim
     """The optimizers among the parts of a run, as `create_trainer` takes them."""
     found = {name.removeprefix(_FOLDER): part for name, part in parts.items() if isinstance(part, Optimizer)}
     return found["optimizer"] if "optimizer" in parts else found
-
-
-def optimizer_of_parts(parts: Mapping[str, Any]) -> Optimizer | Optimizers:
-    """What steps the parameters of a run with these parts: its optimizer, or its optimizers together."""
-    return as_optimizers(parts_as_optimizers(parts))
 
 
 def stepped_parameters(parts: Mapping[str, Any]) -> list[nn.Parameter]:

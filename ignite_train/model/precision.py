@@ -43,7 +43,7 @@ class Precision:
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """What autocast computes in, beside the dtypes of the model; nothing without it."""
+        """The dtypes of autocast, beside those of the model; none without it."""
         return [] if self._dtype is None else [self._dtype]
 
     def autocast(self) -> AbstractContextManager[Any]:

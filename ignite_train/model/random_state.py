@@ -33,6 +33,7 @@ __all__ = [
     "check_generators",
     "generators_within",
     "get_generator_state",
+    "have_drawn",
     "kept_random_state",
     "restore_random_state",
     "seed_new_rank",
@@ -106,7 +107,7 @@ class RandomState:
         return not all(torch.equal(state, backend.get_rng_state(device)) for backend, device, state in self._on_devices)
 
     def moved(self) -> list[Generator]:
-        """Those of the generators that have been drawn from since; those of devices are left out."""
+        """The generators that have been drawn from since; generators of devices are left out."""
         alike = map(_are_alike, map(get_generator_state, self._generators), self._states)
         return [*compress(self._generators, map(not_, alike))]
 
@@ -174,6 +175,11 @@ def capture_random_state(*, accelerators: bool = True) -> dict[str, Any]:
     return states
 
 
+def have_drawn(states: Mapping[str, Any]) -> bool:
+    """Whether Python's generator, or torch's of the CPU, has moved since `capture_random_state` gave `states`."""
+    return random.getstate() != states["python"] or not torch.equal(torch.get_rng_state(), states["torch"])
+
+
 class _NumpyState:
     """NumPy's default generator, whose state is read from NumPy only where it has changed since it was read last.
 
@@ -197,7 +203,7 @@ class _NumpyState:
         return {**self._known, "state": {**words, "key": words["key"].copy()}}
 
     def note(self, state: Mapping[str, Any]) -> None:
-        """Remembers what the state is now, if the memory holds what is expected there."""
+        """Remembers the state, if the memory holds what is expected there."""
         self._known, words = None, state["state"]
         self._words = _words_in_memory()
         if not state.get("has_gauss", 1) and words.keys() >= {"key", "pos"}:

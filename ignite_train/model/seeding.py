@@ -66,7 +66,7 @@ class Seeding:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Within this context the generators are those of before the update, which continue where they were."""
+        """Within this context the generators continue where they were before the update."""
         if self._before is None:
             yield
             return

@@ -14,7 +14,7 @@ from ignite_train.model.optimizers import Optimizers
 
 __all__ = ["check_sparse_parameters", "no_rows", "sparse_gradient_values", "sparse_parameters", "tensor_of_rows"]
 
-_CAPABLE = (Adagrad, SGD, SparseAdam)  # those of torch's optimizers that step along a sparse gradient
+_CAPABLE = (Adagrad, SGD, SparseAdam)  # torch's optimizers that step along a sparse gradient
 
 
 def sparse_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -80,7 +80,7 @@ def _check_parameter(label: str, optimizer: Optimizer, group: dict[str, object],
 
 
 def _why_not_stepped(optimizer: Optimizer, group: dict[str, object]) -> str:
-    """What keeps an optimizer of torch from stepping along a sparse gradient; of others nothing is known."""
+    """The obstacle to a step of torch's optimizer along a sparse gradient, if there is one; other optimizers are not known."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return ""
     if not isinstance(optimizer, _CAPABLE):

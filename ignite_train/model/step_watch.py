@@ -93,7 +93,7 @@ class StepWatch:
         return self._watched[optimizer]
 
     def half_made(self) -> str | None:
-        """What to add to an error that has come in the middle of the step; None if no step was made, or all of it."""
+        """The note for an error that has come in the middle of the step; None if no step was made, or all of it."""
         if not self.entered or (len(self.entered) == len(self._watched) and all(self.entered.values())):
             return None
         parts = []
@@ -108,7 +108,7 @@ class StepWatch:
 
 
 class _Watched:
-    """One optimizer, and how its parameters and its state were before its step; the context of a step.
+    """An optimizer, and how its parameters and its state were before its step; the context of a step.
 
     Args:
         optimizer: which one.

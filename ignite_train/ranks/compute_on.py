@@ -53,7 +53,7 @@ def compute_on(ranks: Sequence[int], compute: Callable[[], Any], *, of: str) -> 
         of: what computes, for errors.
 
     Returns:
-        What it has found here, the error that it has raised here, and how it ended on each rank.
+        The result here, the error here, and how the computation ended on each rank.
     """
     result, error = None, None
     if (own := dist.get_rank()) in ranks:
@@ -121,7 +121,7 @@ class _SomeRanks(SerialModel):
         self._meet(None)
 
     def _meet(self, value: Any) -> list[Any]:
-        """What each of these ranks has given. Tensors are where this rank's are."""
+        """The value of each of these ranks. Tensors are where this rank's are."""
         device = value.device if isinstance(value, Tensor) else self.device()
         met = _gather(value.detach().cpu() if isinstance(value, Tensor) else value)
         entries = [met[rank] for rank in self._ranks]

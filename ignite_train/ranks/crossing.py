@@ -64,7 +64,7 @@ class Crossing:
         raise NotImplementedError
 
     def start(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients, loss: Tensor) -> None:
-        """Before the last backward, that of `loss`: starts what can overlap it. Collective."""
+        """Starts what can overlap the last backward, which begins at `loss`. Collective."""
 
     def finish(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor | None:  # noqa: ARG002
         """After the last backward: reduces what is left. Collective.

@@ -101,7 +101,7 @@ def data_ranks_of(model: nn.Module, data_dims: Sequence[str] | None, *, all_diff
 
 
 def _table(mesh: DeviceMesh, data_dims: Sequence[str]) -> tuple[list[list[int]], tuple[str, ...]]:
-    """One row of ranks for each data rank, and the data dimensions in the order of the mesh."""
+    """A row of ranks for each data rank, and the data dimensions in the order of the mesh."""
     names = names_of(mesh)
     ours = [index for index, name in enumerate(names) if name in data_dims]
     others = [index for index, name in enumerate(names) if name not in data_dims]

@@ -56,7 +56,7 @@ class FSDPCrossing(MeshCrossing):
         self._has_begun = False  # an update, which has not ended
 
     def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:
-        """As in `MeshCrossing`. Drops first what an update that was broken off has left."""
+        """See `MeshCrossing`. Has FSDP2 forget an update that was broken off first."""
         if self._has_begun:
             forget_iteration(self._root)
         self._has_begun, self._used = True, []
@@ -72,9 +72,9 @@ class FSDPCrossing(MeshCrossing):
     def _noting(self) -> Iterator[None]:
         """Notes which parameters this backward has reduced a gradient of."""
         parameters = list(self._root.parameters())
-        before = [*map(_writes, parameters)]
+        before = [*map(_gradient_mark, parameters)]
         yield
-        self._used.append({id(one) for one, version in zip(parameters, before, strict=True) if _writes(one) != version})
+        self._used.append({id(one) for one, was in zip(parameters, before, strict=True) if _gradient_mark(one) != was})
 
     @contextmanager
     def _unsynchronised(self) -> Iterator[None]:
@@ -158,7 +158,7 @@ class SameParameters(Piggyback):
 def check_sharding(root: nn.Module) -> None:
     """Sees to it that FSDP2 reduces all gradients, and divides them by one number: the most ranks that it sums some over.
 
-    Where it sums those of some modules over fewer ranks, as those of experts are, it is told that number.
+    Where it sums the gradients of some modules over fewer ranks, such as experts, it is told that number.
 
     Raises:
         ValueError: a setting of torch's is in the way of that.
@@ -182,7 +182,7 @@ def check_sharding(root: nn.Module) -> None:
             group.gradient_divide_factor = float(max(sizes))
 
 
-def _writes(parameter: nn.Parameter) -> tuple[int, int]:
+def _gradient_mark(parameter: nn.Parameter) -> tuple[int, int]:
     """Another one after a backward that has reduced a gradient of it."""
     gradient = parameter.grad
     if gradient is None:

@@ -102,7 +102,7 @@ class MeshCrossing(Crossing):
         self._placeholders.close(applied=applied)
 
     def _riders(self, gradients: Gradients) -> list[Piggyback]:  # noqa: ARG002  # `FSDPCrossing` adds one
-        """What travels with the statistics beside the piggybacks of handlers."""
+        """The piggybacks of the mesh itself, beside those of handlers."""
         return [] if self._same_micro_batches is None else [self._same_micro_batches]
 
     def _complete(self, gradients: Gradients) -> None:

@@ -1,4 +1,4 @@
-"""What ranks tell one another with the statistics of an update."""
+"""Messages of the ranks that travel with the statistics of an update."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Outgoing", "Piggyback", "RankRequests"]
 
 @dataclass(slots=True)
 class RankRequests:
-    """What ranks tell one another; the update carries it on its packed statistics.
+    """Requests of a rank to all ranks; the update carries them on its packed statistics.
 
     Attributes:
         stop: end the run after this update.
@@ -65,7 +65,7 @@ class Piggyback(Protocol):
 
 
 class Outgoing(NamedTuple):
-    """What a rank sends with the statistics of an update.
+    """The numbers that a rank sends with the statistics of an update.
 
     Attributes:
         requests: what it asks for.

@@ -123,7 +123,7 @@ class PlaceholderCrossing(Crossing):
 
     Args:
         crossing: how gradients cross the ranks.
-        placeholders: what a rank runs on that has fewer micro-batches than others.
+        placeholders: stand in on a rank that has fewer micro-batches than others.
     """
 
     may_drop_micro_batches = False
@@ -138,7 +138,7 @@ class PlaceholderCrossing(Crossing):
         self._without_gradient: list[nn.Parameter] | None = None  # before the first placeholder of the update
 
     def context(self, *, last: bool) -> AbstractContextManager[Any]:
-        """As without placeholders: gradients cross in the last backward, which may be that of a placeholder."""
+        """See `Crossing`: gradients cross in the last backward, which may belong to a placeholder."""
         return self._crossing.context(last=last)
 
     def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:
@@ -166,7 +166,7 @@ class PlaceholderCrossing(Crossing):
         return self._placeholders.loss(loss_of)
 
     def start(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients, loss: Tensor) -> None:
-        """As without placeholders."""
+        """See `Crossing`."""
         self._crossing.start(outgoing, statistics, gradients, loss)
 
     def finish(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor | None:

@@ -119,7 +119,7 @@ class ReplicasCrossing(Crossing):
         """Looks at parameters that were not in the model at first, whose values no reduction of gradients makes equal.
 
         Raises:
-            ValueError: one of them has other values on some rank than on rank 0.
+            ValueError: a parameter has other values on some rank than on rank 0.
         """
         for parameter in self._planned:
             known = self._compared.get(id(parameter))
@@ -222,7 +222,7 @@ def buckets(tensors: Iterable[T], dtype_of: Callable[[T], torch.dtype] = lambda 
 
     Args:
         tensors: which.
-        dtype_of: that in which a tensor, or what belongs to it, crosses the ranks.
+        dtype_of: the dtype in which a tensor, or what belongs to it, crosses the ranks.
     """
     found: dict[tuple[torch.dtype, torch.device], list[list[T]]] = {}
     for tensor in tensors:

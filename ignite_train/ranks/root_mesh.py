@@ -31,7 +31,7 @@ def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def missing_dims(tensor: Tensor, root: DeviceMesh, names: Iterable[str]) -> tuple[str, ...]:
-    """Those of the dimensions `names` of `root` that the mesh of a tensor does not cover; all of them for a plain tensor."""
+    """The dimensions among `names` of `root` that the mesh of a tensor does not cover; all of them for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return tuple(names)
     own = {*tensor.device_mesh.mesh.flatten().tolist()}
@@ -62,5 +62,5 @@ def part_and_copy(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def is_first_holder(tensor: DTensor) -> bool:
-    """Whether this rank is the first of those that hold its part, so that exactly one of them writes it."""
+    """Whether this rank is the first holder of its part, so that exactly one rank writes it."""
     return tensor.device_mesh.get_coordinate() is not None and not any(part_and_copy(tensor)[1])

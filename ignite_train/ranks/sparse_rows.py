@@ -29,7 +29,7 @@ class SparseRows:
         self._embeddings = tuple(parameters)
 
     def announcement(self) -> Tensor:
-        """What to sum over the ranks, in float64: for each parameter a place for each rank, with 0 on the other ranks.
+        """The numbers to sum over the ranks, in float64: for each parameter a place for each rank, with 0 on the other ranks.
 
         It is one more than the number of rows, or 0 where this rank has no gradient.
         """

@@ -49,12 +49,12 @@ class _Head(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """What the device decides from, over all ranks: float64 tensors without dimensions, on the device, not read.
+    """The numbers that the device decides from, over all ranks: float64 tensors without dimensions, on the device, not read.
 
     Attributes:
         sample_size: Σsample_size.
         loss: Σloss.
-        norm: L2 norm of the gradients as they are.
+        norm: L2 norm of the gradients in `.grad`.
         obstacles: 0 if all names of logs are known to all ranks, none ran out of memory or changes gradients, and no piggyback
             vetoes.
     """
@@ -66,7 +66,7 @@ class Reduced(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What all ranks did in this update, in float64; the same on every rank.
+    """The sums of an update over all ranks, in float64; the same on every rank.
 
     Attributes:
         sample_size: Σsample_size.
@@ -76,7 +76,7 @@ class Totals(NamedTuple):
         logs: the sum of each log by name.
         log_weights: the sum of the denominator of those logs that have their own.
         requests: what any rank asked for.
-        norm: L2 norm of the gradients as they are.
+        norm: L2 norm of the gradients in `.grad`.
         more: what was sent beside them.
     """
 
@@ -92,7 +92,7 @@ class Totals(NamedTuple):
 
 
 class Ranks(Protocol):
-    """Those over whom the sums go.
+    """The ranks that the sums go over.
 
     Attributes:
         size: how many they are.
@@ -231,7 +231,7 @@ class Statistics:
             self._work = self.ranks.start_sum(vector)
 
     def reduced(self, norm: float | Tensor | None) -> Reduced | None:
-        """What a decision on the device rests on; None where the host has the numbers, or the device has no float64.
+        """The numbers for a decision on the device; None where the host has the numbers, or the device has no float64.
 
         Waits for the reduction, on an accelerator without holding the host. `norm`: as for `finish`.
         """
@@ -335,7 +335,7 @@ class Statistics:
             )
 
     def _length_of_all(self, vector: Tensor) -> int:
-        """What the lengths that the ranks have sent add up to, if all have sent as much as this one."""
+        """The sum of the lengths that the ranks have sent, if all have sent as much as this one."""
         return (vector.numel() + self._num_beside) * self._num_ranks
 
     def _exchange_names(self) -> None:

@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = {str(run): read_curves(run) for run in given.run}
         titles = plot_runs(runs, output, given.metric)
     except ImportError:
-        print("drawing needs matplotlib: pip install 'ignite-train[plot]'", file=sys.stderr)  # noqa: T201
+        print("drawing needs matplotlib; pip install matplotlib", file=sys.stderr)  # noqa: T201
         return 1
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)  # noqa: T201

@@ -75,7 +75,7 @@ def compile_in_place(model: nn.Module, options: ModelOptions, *, backward: bool 
 
     Raises:
         ValueError: the model is sharded, which puts calls between its blocks that no graph can span; or it is a bare module of
-            torch, whose code torch leaves as it is without a message. Backward is to be compiled without the model, or in
+            torch, whose code torch leaves as it is without a message. Compile backward without the model, or in
             DistributedDataParallel.
     """
     if options is False:

@@ -18,7 +18,7 @@ EPSILON = 1e-6  # as in torch's clip_grad_norm_
 
 
 class Rules(NamedTuple):
-    """What is the same for all updates of a trainer.
+    """The rules of a trainer, which are the same for all its updates.
 
     Attributes:
         averaged_over: what the ranks' sum of gradients was divided by when it was reduced.
@@ -34,7 +34,7 @@ class Rules(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What to do with the accumulated gradients of one update.
+    """The decision about the accumulated gradients of one update.
 
     Attributes:
         loss: Σloss / Σsample_size; NaN without a sample.
@@ -80,7 +80,7 @@ def decide_again(before: Decision, norm: float, rules: Rules) -> Decision:
     """Decides about a mean gradient that handlers may have changed: it is stepped along if it is finite now.
 
     Args:
-        before: what was decided about the gradients as they were.
+        before: the decision about the gradients before the change.
         norm: of the gradients, which are those of the mean loss by now.
         rules: of the trainer.
     """
@@ -91,5 +91,5 @@ def decide_again(before: Decision, norm: float, rules: Rules) -> Decision:
 
 
 def clip_coefficient(norm: float, max_grad_norm: float | None) -> float:
-    """What clips a gradient of this norm, as `torch.nn.utils.clip_grad_norm_` does."""
+    """The factor that clips a gradient of this norm, as `torch.nn.utils.clip_grad_norm_` does."""
     return 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + EPSILON))

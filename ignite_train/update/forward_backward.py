@@ -28,7 +28,7 @@ from ignite_train.ranks import collectives
 from ignite_train.state import TrainState
 from ignite_train.update.compilation import Backward
 from ignite_train.update.handler_guard import HandlerGuard
-from ignite_train.update.loss_scaling import BeginsBySize, LossScaling
+from ignite_train.update.loss_scaling import LossScaling, TorchLossScaling
 from ignite_train.update.loss_terms import LossTerms
 from ignite_train.update.options import UpdateOptions
 from ignite_train.update.weak_method import WeakMethod
@@ -92,7 +92,7 @@ class ForwardBackward:
         self._is_one_rank = collectives.world_size() == 1  # asked once: it takes longer than a log
         creates = self.options.create_graph
         self.backward_settings = {"retain_graph": self.options.retain_graph or creates, "create_graph": creates}
-        self._begins_by_size = self.loss_scaling if isinstance(self.loss_scaling, BeginsBySize) else None
+        self._begins_by_size = self.loss_scaling if isinstance(self.loss_scaling, TorchLossScaling) else None
 
     @contextmanager
     def instead(self, forward: Forward | None, name: str | None) -> Iterator[None]:

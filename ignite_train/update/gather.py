@@ -81,7 +81,9 @@ class Gather:
                 # One part, unless the micro-batch had to be cut to fit into memory.
                 for part in (micro_batch,) if recovery is None else recovery.parts(micro_batch):
                     with _NOTHING if recovery is None else recovery.attempt(part):
-                        state.forward_output = passes.forward(part)  # held nowhere else, for its graph
+                        # Held in the state alone, so that its graph is freed before the next forward needs the memory.
+                        state.forward_output = passes.forward(part)
+                        # Before backward, since the sums of the last micro-batch are sent before it.
                         self.statistics.add(state.forward_output)
                         if self._is_guarded:
                             self._guard.fire(trainer, _FORWARD_COMPLETED)
@@ -101,8 +103,10 @@ class Gather:
             if self._is_guarded:
                 self._guard.fire(trainer, _BACKWARD_COMPLETED)
             if passes.options.create_graph:
+                # Handlers of BACKWARD_COMPLETED may read the graph of a gradient; the next backward must not extend it.
                 gradients.detach()
             state.forward_output = None
+        # None says that no micro-batch is running, where an error comes from here on.
         state.micro_batch_in_group = None
         if self.num_placeholders or passes.awaits_size:
             self._take_part(trainer)
@@ -122,7 +126,8 @@ class Gather:
         trainer.begin_section("forward")
         if self._seeding is not None:
             self._seeding.micro_batch(index)
-        if self._num_guarded:  # in the first updates only: FailureBoard has a handler of this event in each
+        # Looked at in the first updates only: FailureBoard has a handler of this event in each.
+        if self._num_guarded:
             self._num_guarded -= 1
             self._guard.fire(trainer, _MICRO_BATCH_STARTED)
         else:
@@ -133,6 +138,7 @@ class Gather:
         trainer.begin_section("reduction")
         if self._seeding is not None:
             self._seeding.step()
+        # What these change in the gradients is in the norm, and so in clipping and decision.
         for callback in trainer.moments.before_norm:
             callback(trainer)
         norm = self.crossing.finish(Outgoing(trainer.requests, trainer.piggybacks), self.statistics, self.gradients)
@@ -185,7 +191,7 @@ class Gather:
             self._run_placeholder(outgoing, last=number == 1)
 
     def choose(self, trainer: Trainer) -> None:
-        """Chooses what the handlers that are attached need. Called whenever others are."""
+        """Chooses the work that the attached handlers need. Called whenever one is attached or removed."""
         self._is_guarded = trainer.has_handlers(_FORWARD_COMPLETED) or trainer.has_handlers(_BACKWARD_COMPLETED)
         self._num_guarded = 4 * trainer.has_handlers(_MICRO_BATCH_STARTED)
 

@@ -57,7 +57,7 @@ def warn_of_ignite_handlers(trainer: Trainer, *, keeps_gradients: bool, accumula
 
 
 def _of_loggers(trainer: Trainer, *, keeps_gradients: bool) -> Iterator[str]:
-    """What is wrong with the first logger of gradients; what to pass is the same for all of them."""
+    """The mistake in the first logger of gradients; the remedy is the same for all of them."""
     for event, handler, _ in attached(trainer):
         name, problem = type(handler).__name__, _problem(event, keeps_gradients=keeps_gradients)
         if name in _LOGGERS and problem:
@@ -69,7 +69,7 @@ def _of_loggers(trainer: Trainer, *, keeps_gradients: bool) -> Iterator[str]:
 
 
 def _problem(event: Any, *, keeps_gradients: bool) -> str | None:
-    """What is wrong with reading `.grad` at `event`; None if nothing is."""
+    """The mistake in reading `.grad` at `event`; None if there is none."""
     if isinstance(event, CallableEventWithFilter) and event in _WITHIN:
         return "is a sum, also over what is not reduced yet, and neither the mean nor unscaled"
     if isinstance(event, CallableEventWithFilter) and event == TrainEvents.GRADIENTS_REDUCED:
@@ -78,7 +78,7 @@ def _problem(event: Any, *, keeps_gradients: bool) -> str | None:
 
 
 def _of_metrics(trainer: Trainer) -> Iterator[str]:
-    """What is wrong with metrics of predictions that were attached in Ignite's way."""
+    """The mistake in metrics of predictions that were attached in Ignite's way."""
     for _, handler, given in attached(trainer):
         metric = handler.__self__ if isinstance(handler, MethodType) else None
         if isinstance(metric, Metric) and not isinstance(metric, _OF_NUMBERS) and handler.__name__ == "completed":

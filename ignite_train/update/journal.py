@@ -1,4 +1,4 @@
-"""What an update changes besides the parameters, and whether it is kept or put back when the update ends."""
+"""The journal of an update: each change besides the parameters is kept or put back, by how the update ends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One thing that an update changes: three functions, each of which may be missing. What it was is remembered by the part.
+    """A thing that an update changes: three functions, each of which may be missing. What it was is remembered by the part.
 
     Attributes:
         kept_at: the ends at which the change is kept; at the others it is put back.

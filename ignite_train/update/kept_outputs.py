@@ -1,4 +1,4 @@
-"""What forward gave for single samples in the latest update: priorities, errors, predictions."""
+"""Outputs of forward for single samples in the latest update: priorities, errors, predictions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class KeptOutputs:
         self._held: list[Any] = []
 
     def __call__(self, *, gathered: bool = False) -> list[Any]:
-        """One entry for each micro-batch of this rank, or with `gathered` of all ranks, rank by rank and on the CPU.
+        """An entry for each micro-batch of this rank, or with `gathered` of all ranks, rank by rank and on the CPU.
 
         A micro-batch that was halved to fit into memory has two. With `gathered` all ranks must call it: it pickles the
         outputs and sends them in a collective of its own, which waits for the device.

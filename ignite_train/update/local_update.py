@@ -93,7 +93,7 @@ class LocalUpdate(Update):
         return super().decide(self._trainer, totals._replace(norm=norm))
 
     def decide(self, trainer: Trainer, totals: Totals) -> Decision:  # noqa: ARG002
-        """What is recorded. It is the same on all ranks, but for the factor by which handlers read the gradients."""
+        """The decision for the record: the same on all ranks, but for the factor by which handlers read the gradients."""
         mine = self._own
         return Decision(
             loss=totals.loss / totals.sample_size if totals.sample_size else math.nan,
@@ -112,7 +112,7 @@ class LocalUpdate(Update):
         return None if self._own.num_stepping else "no_samples"
 
     def make_record(self, totals: Totals, decision: Decision) -> UpdateOutput:
-        """As of any update, and how many ranks made no step."""
+        """The record of an update, with the number of ranks that made no step."""
         skipping = 0 if decision.skipped_reason is not None else collectives.world_size() - self._own.num_stepping
         return replace(super().make_record(totals, decision), num_ranks_skipped=skipping)
 

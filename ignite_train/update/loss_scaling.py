@@ -14,10 +14,8 @@ from ignite_train.arguments import one_of, positive_int, real_number
 from ignite_train.errors import LossScaleFloorError
 
 __all__ = [
-    "BeginsBySize",
     "DeepSpeedLossScaling",
     "FairseqLossScaling",
-    "HasFloor",
     "LossScaling",
     "NoLossScaling",
     "StaticLossScaling",
@@ -46,40 +44,6 @@ class LossScaling(Protocol):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes it over."""
-
-
-@runtime_checkable
-class HasFloor(Protocol):
-    """A policy whose scale has a floor, at which an overflow raises a `LossScaleFloorError`.
-
-    Near it each update remembers the random state, so that the error can say where the first value that is not finite is.
-
-    Attributes:
-        min_scale: the floor.
-        on_floor: `"raise"`, or `"hold"`, with which the scale stays where it is.
-    """
-
-    min_scale: float
-    on_floor: str
-
-
-@runtime_checkable
-class BeginsBySize(Protocol):
-    """A policy whose first scale depends on how many samples the first update has.
-
-    Attributes:
-        awaits_size: whether it is still to be told.
-    """
-
-    awaits_size: bool
-
-    def begin(self, sample_size: float) -> None:
-        """Sets the first scale, knowing about how large Σsample_size over all ranks is; the same on all of them."""
-
-
-def scale_near_floor(policy: LossScaling) -> float:
-    """The scale up to which an overflow may be one too many: no policy gets from above it below its floor by one of them."""
-    return 2.0 * policy.min_scale if isinstance(policy, HasFloor) and policy.on_floor == "raise" else 0.0
 
 
 class NoLossScaling:
@@ -133,7 +97,7 @@ class StaticLossScaling:
 
 
 class _DynamicLossScaling:
-    """What the growing policies share: bounds, the floor's policy and state that is all their counters."""
+    """The common part of the growing policies: bounds, the policy at the floor, and a state with all counters."""
 
     enabled = True
     _saved: tuple[str, ...] = ("scale",)
@@ -230,7 +194,7 @@ class TorchLossScaling(_DynamicLossScaling):
         """Sets the first scale, unless there are no samples yet."""
         if 0 < sample_size < math.inf:
             fraction, exponent = math.frexp(sample_size)
-            # 2^exponent is to be the smallest power of two that is not below the size.
+            # Makes 2^exponent the smallest power of two that is not below the size.
             exponent -= fraction == 0.5
             self.scale = min(max(math.ldexp(1.0, 16 - exponent), self.min_scale), self.max_scale)
             self.awaits_size = False
@@ -382,3 +346,11 @@ class DeepSpeedLossScaling(_DynamicLossScaling):
             self.patience = self.hysteresis
         if grows:
             self._grow(2.0)
+
+
+def scale_near_floor(policy: LossScaling) -> float:
+    """The scale up to which the next overflow may be refused at the floor: no policy lowers a larger one that far at once.
+
+    Up to it each update remembers the random state, so that the error can say where the first value that is not finite is.
+    """
+    return 2.0 * policy.min_scale if isinstance(policy, _DynamicLossScaling) and policy.on_floor == "raise" else 0.0

@@ -57,7 +57,7 @@ class LossTerms:
         return self._totals
 
     def check(self, totals: Totals) -> None:
-        """Compares what was counted with what forward has returned, over all ranks.
+        """Compares the counts with the results of forward, over all ranks.
 
         Raises:
             ForwardContractError: they differ. Raised on all ranks alike.

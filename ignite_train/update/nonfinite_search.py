@@ -118,7 +118,7 @@ class NonFiniteSearch:
             error.add_note(f"run again: {found}" if found else "run again, this update was finite")
 
     def _replay(self, micro_batches: Sequence[Any], num_placeholders: int) -> str | None:
-        """What this rank finds. All that forward changes is put back."""
+        """The finding of this rank. All that forward changes is put back."""
         module, now = self._crossing.module, self._forward_state.mark()
         self.draws.put_back()
         self._carried.rewind()

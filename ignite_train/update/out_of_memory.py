@@ -1,4 +1,4 @@
-"""What happens when a micro-batch does not fit into memory."""
+"""Recovery from a micro-batch that does not fit into memory: it is dropped or cut."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class RecoverFromOutOfMemory:
 
 
 class _Attempt:
-    """One attempt at one part."""
+    """An attempt at a part of a micro-batch."""
 
     def __init__(self, recovery: RecoverFromOutOfMemory, part: Any) -> None:
         self._recovery, self._part = recovery, part

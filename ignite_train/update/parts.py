@@ -24,7 +24,9 @@ _ENDED_ITSELF = frozenset({End.STEPPED, End.SKIPPED, End.NO_SAMPLES})
 
 
 class Parts:
-    """What an update changes besides the parameters. A part that has nothing to do in this set-up is not in the list of them.
+    """The parts of the journal: all that an update changes besides the parameters.
+
+    A part that has nothing to do in this set-up is left out of the list.
 
     Args:
         passes: forward and backward.
@@ -165,7 +167,9 @@ class Scale:
     def state_dict(self) -> dict[str, Any]:
         """The state of the policy, and its class, where there is one."""
         policy = self._loss_scaling
-        return {"loss_scaling": policy.state_dict()} | ({"scaled_by": type(policy).__name__} if policy.enabled else {})
+        if not policy.enabled:
+            return {"loss_scaling": {}}
+        return {"loss_scaling": policy.state_dict(), "scaled_by": type(policy).__name__}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes it over. The scale starts fresh where the state has none.

@@ -1,4 +1,4 @@
-"""What follows where an update makes no step: a pass, a lower loss scale, or an error that says where the cause is."""
+"""The policy where an update makes no step: a pass, a lower loss scale, or an error that says where the cause is."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class SkipPolicy:
         return self.search(micro_batches, num_placeholders, loss_is_finite=math.isfinite(output.loss))
 
     def explain(self, error: BaseException, micro_batches: Sequence[Any], *, may_advise: bool) -> None:
-        """Says what is known about an error, before the update that it has broken off is put back.
+        """Adds notes to an error, or raises a clearer one, before the update that it has broken off is put back.
 
         Args:
             error: what was raised in the update.

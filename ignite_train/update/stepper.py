@@ -104,7 +104,7 @@ class OneStepper:
         self.step(evaluate)
 
     def step(self, *closure: Callable[[], Tensor]) -> None:
-        """Calls the optimizer's own step, along the gradients as they are."""
+        """Calls the optimizer's own step, along the gradients in `.grad`."""
         # A closure may find other gradients, for which groups are switched within the step.
         switches = closure or self.inner or self.kernels.unfused
         with self._all_kernels() if switches else _NOTHING, self._watched:

@@ -41,7 +41,7 @@ _GRADIENTS_READY = TrainEvents.GRADIENTS_READY  # looked up once: asked for in e
 
 @dataclass(kw_only=True)
 class Update:
-    """What a trainer does with one group of micro-batches: a step along Σ∇loss / Σsample_size, over all ranks too.
+    """The work of a trainer on one group of micro-batches: a step along Σ∇loss / Σsample_size, over all ranks too.
 
     Attributes:
         state: of the trainer.
@@ -83,13 +83,16 @@ class Update:
             What the trainer's output transform has made of the update's record.
         """
         trainer.begin_section("forward")
+        # Here and not when the trainer is made: a Checkpoint that is attached meanwhile has more of it marked.
         if not self.parts.are_chosen:
             self.journal.choose(self.parts.choose())
         with self.journal as journal:
             try:
-                if self._seeding is not None:  # here, where the journal gives the generators back
+                # From here on the journal gives the generators back, however the update ends.
+                if self._seeding is not None:
                     self._seeding.begin(self.state.iteration)
                     self.parts.search.mark()
+                # Further evaluations of the loss begin where the first one began.
                 if self._closure_step is not None:
                     self._closure_step.mark()
                 self.gather(trainer, micro_batches)
@@ -99,6 +102,7 @@ class Update:
                 trainer.begin_section("optimizer")
                 end, applied = self.step(trainer, micro_batches, decision, output)
             except BaseException as error:
+                # Before the journal drops what explains the error, such as which micro-batch was running.
                 is_forward = self.state.micro_batch_in_group is not None
                 may_advise = is_forward and self.gather.recovery is None
                 self.policy.explain(error, micro_batches, may_advise=may_advise)
@@ -110,6 +114,7 @@ class Update:
 
     def decide(self, trainer: Trainer, totals: Totals) -> Decision:
         """Decides from reduced numbers only, so that all ranks decide alike; and again if handlers change the gradients."""
+        # Backward has divided each term by what `sample_sizes` counted, so forward must have returned as many.
         if totals.log_weights and self.gather.passes.terms is not None:
             self.gather.passes.terms.check(totals)
         if not self.gather.gradients.kinds and totals.sample_size > 0:
@@ -175,6 +180,7 @@ class Update:
         applied = output.skipped_reason is None
         if not applied or output.num_out_of_memory or self.policy.in_a_row:
             self.policy(trainer.state.iteration, micro_batches, self.gather.num_placeholders, output)
+        # The step of a closure is made by now.
         if applied and self._closure_step is None:
             self.take_step(decision, output)
         if self.gather.crossing.learns_outcome:
@@ -285,7 +291,7 @@ class Update:
         return self.parts.scale.config
 
     def state_dict(self) -> dict[str, Any]:
-        """What an update remembers of those before it: the loss scaling, and how many in a row failed."""
+        """The state that lasts from update to update: the loss scaling, and how many in a row failed."""
         return self.parts.scale.state_dict() | {"in_a_row": dict(self.policy.in_a_row)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ class WeakMethod(Generic[_Given, _Result]):
         self._object, self._function = weakref.ref(method.__self__), method.__func__
 
     def __call__(self, *args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-        """What the method returns."""
+        """Calls the method and returns its result."""
         result: _Result = self._function(self._object(), *args, **kwargs)
         return result
 

@@ -928,7 +928,7 @@ def test_rates_for_other_groups_are_refused(tmp_path: Path) -> None:
         (lambda i, d: put(i, "generators", [1, 2, 3], "python"), "random generators"),
         (lambda i, d: put(i, "data", [1, 2, 3], "opening", "python"), "does not fit this run: ValueError: the states of the"),
         (lambda i, d: put(i, "trainer", {"dict": []}, "carried"), "does not fit this run: ValueError: state_dict must have"),
-        (lambda i, d: put(i, "results", 5, "metrics"), "has invalid results of an update"),
+        (lambda i, d: i["objects"].update({"trainer/state.metrics": 5}), "has an invalid state of 'trainer/state.metrics'"),
         (lambda i, d: put(i, "results", {"dict": [["loss", 1.0]]}, "output"), "has invalid results of an update"),
         (
             lambda i, d: put(i, "model", {"dict": []}, "0.weight"),
@@ -1114,6 +1114,18 @@ def test_a_metric_that_cannot_be_stored_does_not_end_the_run(tmp_path: Path, cap
     assert again.state.metrics == {"numbers": [1, 2]}
 
 
+def test_a_metric_of_an_evaluator_that_cannot_be_stored_is_told_too(tmp_path: Path, caplog: Any) -> None:
+    trainer = build(tmp_path)
+    evaluator = create_evaluator(trainer.model, forward)
+    evaluator.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.state.metrics.update(table=object()))
+    Validation(evaluator, LOADER).attach(trainer, Events.ITERATION_COMPLETED)
+    trainer.run(LOADER, max_iters=3)
+    (line,) = logged(caplog)
+    assert line.startswith(
+        "evaluator/state.metrics['table'] is left out of the checkpoints, so a resumed run starts without it: "
+    )
+
+
 class Half:
     """A handler whose state can be stored in part: a tensor that another handler holds too, and a lock."""
 
@@ -1165,6 +1177,30 @@ def test_the_owner_of_a_partial_is_saved(given: Any, tmp_path: Path) -> None:
     trainer.run(LOADER, max_iters=6)
     with CheckpointReader(sorted(tmp_path.glob("update-*"))[-1]) as stored:
         assert "handlers/Adds" not in stored.names()
+
+
+def test_each_checkpoint_has_the_handlers_that_are_attached_then(tmp_path: Path) -> None:
+    """One that comes in the run, one that goes to an evaluator, and one that goes."""
+    trainer, adds = build(tmp_path), Adds()
+    evaluator = create_evaluator(trainer.model, forward)
+    Validation(evaluator, LOADER).attach(trainer, Events.ITERATION_COMPLETED)
+
+    def move() -> None:
+        if trainer.state.iteration == 1:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED, adds.add, 1)
+        elif trainer.state.iteration == 2:
+            trainer.remove_event_handler(adds.add, Events.ITERATION_COMPLETED)
+            evaluator.add_event_handler(Events.COMPLETED, adds.add, 1)
+        elif trainer.state.iteration == 3:
+            evaluator.remove_event_handler(adds.add, Events.COMPLETED)
+
+    trainer.add_event_handler(Events.ITERATION_STARTED, move)
+    trainer.run(LOADER, max_iters=3)
+    found = []
+    for path in sorted(tmp_path.glob("update-*")):
+        with CheckpointReader(path) as stored:
+            found.append([name for name in stored.names() if name.endswith("Adds")])
+    assert found == [["handlers/Adds"], ["evaluator/Adds"], []]
 
 
 def test_what_was_half_encoded_leaves_nothing_behind(tmp_path: Path) -> None:

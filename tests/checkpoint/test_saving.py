@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ignite_train import CheckpointError, checkpoint, create_trainer
 from ignite_train.checkpoint import disk as disk_module
-from ignite_train.checkpoint import tree
+from ignite_train.checkpoint import tensor_files, tree
 from ignite_train.checkpoint import writer as writer_module
 from ignite_train.checkpoint.capture import plain_config
 from ignite_train.checkpoint.directory import Contents
@@ -243,7 +243,7 @@ def test_a_copy_is_complete_when_the_run_continues(tmp_path, monkeypatch):
     """
     done: list[Any] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: done.append(f"waits for {device}"))
-    monkeypatch.setattr(torch, "_foreach_copy_", lambda *_arguments, non_blocking: done.append("copies"))
+    monkeypatch.setattr(tensor_files, "foreach_copy_", lambda *_arguments, non_blocking: done.append("copies"))
     pieces = {device: Piece(torch.empty(2, device=device), Box((0,), (2,)), (2,)) for device in ("cpu", "meta")}
     Snapshot().take(pieces)
     assert done == ["copies", "waits for meta"]

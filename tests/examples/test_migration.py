@@ -20,7 +20,8 @@ from processes import DEADLINE_SECONDS
 
 FOLDER = Path(__file__).parents[1] / "migration"
 PAGE = FOLDER.parent.parent / "docs/migration.md"
-PEERS = os.environ.get("PEERS_PYTHON", "")
+# The scripts run in folders of their own, and `make migration` gives a path from the root of the checkout.
+PEERS = str(Path(path).absolute()) if (path := os.environ.get("PEERS_PYTHON", "")) else ""
 
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="looks at a checkout, and here is none")
 

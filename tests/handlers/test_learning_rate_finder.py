@@ -206,7 +206,7 @@ def test_the_suggestion_and_its_picture(tmp_path: Path, monkeypatch: pytest.Monk
     assert (axes.get_xscale(), axes.get_xlabel(), axes.get_ylabel()) == ("log", "learning rate", "smoothed loss")
     with suppress(KeyError):
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'ignite-train\[plot\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install matplotlib"):
         finder.save_plot(tmp_path / "none.png")
 
 

@@ -23,8 +23,8 @@ import pytest
 from ignite.engine.utils import _check_signature
 
 from ignite_train import Trainer
-from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.data.grouping import MicroBatchGrouping
+from ignite_train.data.run_data import RunData
 from ignite_train.state import TrainState
 
 OUTCOMES = "IGNITE_SUITE_OUTCOMES"  # the file that they are written to
@@ -59,6 +59,16 @@ class Processing:
         """There is nothing."""
 
 
+class Ungrouped(RunData):
+    """The data of runs whose `state.batch` is the one micro-batch of a group."""
+
+    def __next__(self) -> Any:
+        return super().__next__()[0]
+
+    def batch(self, given: Any) -> list[Any]:
+        return [given]
+
+
 class TrainerAsEngine(Trainer):
     """A `Trainer` that is made as Ignite's `Engine` is, with one micro-batch to an update.
 
@@ -71,6 +81,7 @@ class TrainerAsEngine(Trainer):
         if process_function is None:
             raise ValueError("Engine must be given a processing function in order to run.")
         _check_signature(process_function, "process_function", self, None)
+        self.data.__class__ = Ungrouped
         self._as_made = self.state_dict()
 
     def run(  # type: ignore[override]
@@ -100,14 +111,6 @@ class TrainerAsEngine(Trainer):
         """By way of `_fire_event`, which Ignite's tests override to write down what fires."""
         self._assert_allowed_event(event_name)
         self._fire_event(event_name, **event_kwargs)
-
-    def _note_fetched(self, group: Any, batches: Any) -> None:
-        super()._note_fetched(group, batches)
-        if isinstance(group, (list, ArrivingGroup)):
-            self.state.batch = group[0]
-
-    def _batch(self) -> list[Any]:
-        return [self.state.batch]
 
     @property
     def _internal_run_generator(self) -> Any:  # type: ignore[override]

@@ -127,6 +127,21 @@ def test_every_file_that_is_named_exists(document):
     assert sorted(link for link in linked if not (document.parent / link).exists()) == []
 
 
+def _anchors(document):
+    """The anchors of a page: its headings in small letters, with hyphens between the words."""
+    text = re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@each_document
+def test_every_anchor_of_a_link_is_a_heading(document):
+    """Of the same page or of another one; `make docs` asks for it too."""
+    links = re.findall(r"\]\(([^)\s:]*\.md|)#([^)\s]+)\)", document.read_text(encoding="utf-8"))
+
+    assert [link for link in links if link[1] not in _anchors((document.parent / link[0]) if link[0] else document)] == []
+
+
 @each_document
 def test_every_command_that_is_named_exists(document):
     """A `make` command in a document is a target of the Makefile."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -28,7 +29,15 @@ CARDS = 12
 def run(directory: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Runs `elastic_runs` in a process of its own, which forks its replicas before it has a thread."""
     command = [sys.executable, str(RUNS), str(directory), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=elastic_runs.SECONDS + 60, check=False)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=elastic_runs.SECONDS_WITH_KILLS + 60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with its replicas, of which some are suspended
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def ends_of(directory: Path) -> list[Any]:

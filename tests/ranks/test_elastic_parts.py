@@ -241,6 +241,42 @@ def test_a_replica_that_comes_after_a_request_to_stop_makes_no_update(
     assert trainer.state.iteration == 0
 
 
+def test_a_replica_that_comes_after_a_request_to_stop_ends_with_the_state_of_the_others(
+    with_members: Callable[[FewMembers], None], tmp_path: Path
+) -> None:
+    """And saves it, though it has resumed from an older checkpoint of its own; no epoch begins in which that was put back."""
+
+    class Gives(FewMembers):
+        def part(self, step: Callable[[], int], *, stopped: bool) -> None:  # noqa: ARG002  # as its base class has it
+            self.state = self.capture()
+
+    class Takes(FewMembers):
+        def join(self, step: Callable[[], int], capture: Callable[[], Any], restore: Callable[[Any], None]) -> None:
+            assert step() == 2  # from its own checkpoint
+            super().join(step, capture, restore)
+            restore(gives.state)
+            self.is_stopped = True
+
+    def trained(few: FewMembers, name: str, updates: int) -> Any:
+        with_members(few)
+        trainer = make()
+        Checkpoint(tmp_path / name, every=100).attach(trainer)
+        trainer.run(loader(), max_iters=updates)
+        return trainer
+
+    gives, stopped = Gives(), FewMembers()
+    stopped.is_stopped = True
+    trained(FewMembers(), "own", 2)
+    others = trained(gives, "others", 4)
+    comes = trained(Takes(), "own", 9)
+    resumed = trained(stopped, "own", 9)
+
+    for one in (comes, resumed):
+        assert one.state.iteration == 4
+        for of_one, of_others in zip(one.model.parameters(), others.model.parameters(), strict=True):
+            assert torch.equal(of_one, of_others)
+
+
 def test_a_group_that_is_never_formed_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a member that was suspended while the others connected to it: torch would wait for ever."""
     process_group = pytest.importorskip("torchft.process_group", reason="elastic replicas need the extra ignite_train[elastic]")

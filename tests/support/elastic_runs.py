@@ -43,7 +43,9 @@ PLACES = (
     "being healed",
 )
 HOW = ("alone", "alone", "alone", "two at once", "all but one")
-SECONDS = 500.0  # for a run; on an idle machine it takes half a minute
+SECONDS = 500.0  # for anything that is waited for; a run without a kill takes seconds on an idle machine
+QUIET_SECONDS = 240.0  # without a replica that ends: the run hangs
+SECONDS_WITH_KILLS = 1500.0  # for a run in which replicas are killed; half a minute on an idle machine
 _NO_CHANGE_SECONDS = 3.0
 MAX_ERRORS = 20  # so often a replica may end with an error, such as one that fell behind
 HEARTBEAT_MS, JOIN_MS, HANG_SECONDS = 1500, 10_000, 10.0
@@ -174,12 +176,12 @@ class Runner:
         self._cards, self._dealt = deck(seed, num_cards), dict[int, Card]()
         self.played, self.num_killed, self.num_errors = list[Card](), 0, 0
         self._running, self._stopped, self._births, self._stops = dict[int, int](), list[int](), Counter[int](), Counter[int]()
-        self._is_over, self._started = False, 0.0
+        self._is_over, self._started, self._latest = False, 0.0, time.monotonic()
         self._draw = random.Random(seed)  # noqa: S311  # a test
 
     def run(self) -> None:
         """Until all replicas have ended."""
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + SECONDS_WITH_KILLS
         self._lighthouse, self._port = start_lighthouse(min_replicas=self._min)
         os.environ |= {
             "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self._port}",
@@ -190,7 +192,7 @@ class Runner:
             for number in range(self._num):
                 self._start(number)
             while self._running:
-                if time.monotonic() > deadline:
+                if time.monotonic() > min(deadline, self._latest + QUIET_SECONDS):
                     raise TimeoutError(self._describe())
                 self._look()
                 self._kill_lighthouse()
@@ -230,7 +232,7 @@ class Runner:
             found, status = os.waitpid(process, os.WNOHANG | os.WUNTRACED)
             if not found:
                 continue
-            number = self._running.pop(process)
+            number, self._latest = self._running.pop(process), time.monotonic()
             self._take_back(process)
             if os.WIFSTOPPED(status):  # for ever; another one takes its place
                 self._stopped.append(process)

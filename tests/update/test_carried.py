@@ -31,9 +31,8 @@ from ignite_train import (
 )
 from ignite_train.carried import Carried
 from ignite_train.checkpoint.reader import CheckpointReader
-from ignite_train.checkpoint.run_objects import SavedRun
 from ignite_train.checkpoint.run_state import RunState
-from ignite_train.checkpoint.state_rules import StateRules
+from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.handlers import Checkpoint
 from ranks import RanksFailedError, run_ranks
 from tiers import one_in, only
@@ -155,10 +154,10 @@ def without_carried(directory: Path) -> tuple[Any, list[str]]:
     trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).sum())
     trainer.state.carried["seen"] = 7
     path = max(path for path in directory.iterdir() if path.name.startswith("update-"))
-    rules = StateRules(leave_out=["carried"])
-    rules.begin(SavedRun(trainer))
+    run = SavedRun(trainer, leave_out=["carried"])
+    run.begin()
     with CheckpointReader(path) as stored:
-        state = RunState(stored, SavedRun(trainer), rules)
+        state = RunState(stored, run)
         state.restore()
     return dict(trainer.state.carried), state.unused
 
