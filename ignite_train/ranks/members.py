@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
 import os
 import socket
 import stat
@@ -16,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -43,6 +45,7 @@ _REBUILD = timedelta(seconds=5)  # for the members to find one another; one of t
 _REBUILD_AT_MOST = 20.0  # seconds; torch's store waits forever, beyond its time-out, for a host that is suspended
 _HEARTBEAT = timedelta(milliseconds=100)
 _RETRY_SECONDS = 0.2
+_LAST_ANSWER_SECONDS = 10.0  # how long an answer is waited for once the run has ended: there may be too few members for one
 
 
 def check_elastic() -> str:
@@ -153,7 +156,7 @@ class Members:
                 self.ask(step())
                 self.confirm()
             except MembersChangedError:
-                if self._quorum is None and _has_ended():  # the lighthouse has gone, and the others have found all there
+                if self._quorum is None and _has_ended():  # the others have gone, and have found all there
                     break
                 self.renew(step)
             else:
@@ -280,13 +283,15 @@ class Members:
         deadline = self._patience + (now if self._waits_since is None else self._waits_since)
         quorum, self._quorum, self._question, self._waits_since = self._quorum, None, None, None
         while True:
-            quorum = quorum or self._ask(step(), max(1.0, deadline - time.monotonic()))
+            if quorum is None:
+                counted, left = step(), max(1.0, deadline - time.monotonic())
+                quorum = _Question(partial(self._ask, counted, left)).answer()
             if quorum is not None:
                 with suppress(MembersChangedError):
                     self._form(quorum.participants, step())
                     self._is_settled = True
                     return
-            elif self._is_new and not self._has_parted and _has_ended():  # the lighthouse has gone, with the others
+            elif self._is_new and not self._has_parted and _has_ended():  # the others have gone
                 raise _nothing_left()
             quorum = None
             if time.monotonic() > deadline:
@@ -480,8 +485,13 @@ class _Question(threading.Thread):
         self._answer = self._ask()
 
     def answer(self) -> Any:
-        """Waits for the answer; None if there was none."""
-        self.join()
+        """Waits for the answer; None if there was none, or if the run has ended and none comes."""
+        last = math.inf
+        while self.is_alive():
+            self.join(min(_LAST_ANSWER_SECONDS, 1.0))
+            last = min(last, time.monotonic() + _LAST_ANSWER_SECONDS) if _has_ended() else math.inf
+            if time.monotonic() > last:
+                return None
         return self._answer
 
 

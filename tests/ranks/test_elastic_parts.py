@@ -295,19 +295,27 @@ def test_a_group_that_is_never_formed_is_given_up(monkeypatch: pytest.MonkeyPatc
     wait.set()
 
 
-def test_a_replica_does_not_wait_for_a_lighthouse_that_has_ended_with_the_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("is_silent", [False, True], ids=["that has ended with the run", "that waits for more members"])
+def test_a_replica_does_not_wait_for_a_lighthouse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, is_silent: bool) -> None:
     """One that has made the last update ends well; one that was just starting says that nothing is left."""
-    ended = tmp_path / "ended"
+    ended, over = tmp_path / "ended", threading.Event()
     ended.touch()
     monkeypatch.setenv("IGNITE_TRAIN_ENDED", str(ended))
-    monkeypatch.setenv("IGNITE_TRAIN_PATIENCE_SECONDS", "2")
-    monkeypatch.setattr(members.Members, "_ask", lambda *_: None)
+    monkeypatch.setenv("IGNITE_TRAIN_PATIENCE_SECONDS", "2" if not is_silent else "600")
+    monkeypatch.setattr(members, "_LAST_ANSWER_SECONDS", 0.05)
+    waited_for_an_answer = []
+
+    def ask(*_: object) -> None:
+        if is_silent and not over.wait(60):
+            waited_for_an_answer.append(True)
+
+    monkeypatch.setattr(members.Members, "_ask", ask)
 
     members.Members("http://127.0.0.1:1").part(lambda: 0, stopped=False)
     with pytest.raises(NoQuorumError, match=r"^the run has ended while this replica was starting"):
         members.Members("http://127.0.0.1:1").renew(lambda: 0)
+    over.set()
+    assert not waited_for_an_answer
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
