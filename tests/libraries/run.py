@@ -31,7 +31,17 @@ ENVIRONMENTS = ROOT / ".venv-libraries"
 TABLE = ROOT / "docs/libraries.md"
 CHECKS = ("one", "four", "ranks", "killed", "weights")
 SECONDS = 1800
-COLUMNS = ("library", "what was tried", "1 micro-batch", "4 micro-batches", "2 processes", "SIGKILL", "weights", "glue")
+COLUMNS = (
+    "library",
+    "what was tried",
+    "1 micro-batch",
+    "4 micro-batches",
+    "2 processes",
+    "SIGKILL",
+    "weights",
+    "glue",
+    "ran on",
+)
 HEAD = f"""# Libraries that were tried
 
 The table is what `make libraries` has found: libraries that people train with, in the versions of
@@ -48,6 +58,7 @@ bit by bit with a run that nothing has ended |
 `torch.load`, by `load_weights` from the checkpoint and from shards of safetensors, by functions of the library; compared bit \
 by bit |
 | glue | lines of `forward` and of what is attached to the trainer |
+| ran on | the day on which the row was written |
 
 "bitwise" means equal bits in weights and losses; a number is the largest difference, in parts of the largest number of its
 tensor.
@@ -134,9 +145,14 @@ def title(packages: Sequence[str]) -> str:
 def lines_of(packages: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The rows of a library for the table."""
     return [
-        f"| {' | '.join([title(packages), row['case'], *(cell(row['checks'][check]) for check in CHECKS), str(row['glue'])])} |"
+        f"| {' | '.join([title(packages), row['case'], *(cell(row['checks'][check]) for check in CHECKS), str(row['glue']), today()])} |"
         for row in rows
     ]
+
+
+def today() -> str:
+    """As the table has it, in each row: a run of some libraries leaves the rows of the others."""
+    return f"{datetime.now(UTC):%Y-%m-%d}"
 
 
 def cell(result: str) -> str:
@@ -156,8 +172,8 @@ def record(lines: Mapping[str, Sequence[str]], table: Path = TABLE) -> None:
             rows.setdefault(names[words[1]], []).append(line)
     rows |= {name: list(some) for name, some in lines.items()}
     text = "".join(f"{line}\n" for name in names.values() for line in rows.get(name, []))
-    when = f"{datetime.now(UTC):%Y-%m-%d}, with Python {platform.python_version()} and torch {version('torch')}"
-    table.write_text(f"{HEAD}{text}\nLast written on {when}.\n", encoding="utf-8")
+    last = f"Python {platform.python_version()} and torch {version('torch')}"
+    table.write_text(f"{HEAD}{text}\nThe latest rows were written with {last}.\n", encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -175,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name}: installing {' '.join(packages[name])}", flush=True)
         python = environment(name, packages[name])
         if isinstance(python, str):
-            lines = [f"| {title(packages[name])} | could not be installed: {cell(python)} |{' |' * 6}"]
+            lines = [f"| {title(packages[name])} | could not be installed: {cell(python)} |{' |' * 6} {today()} |"]
             print(lines[0])
         else:
             rows = tried(name, python)
