@@ -144,10 +144,12 @@ def title(packages: Sequence[str]) -> str:
 
 def lines_of(packages: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The rows of a library for the table."""
-    return [
-        f"| {' | '.join([title(packages), row['case'], *(cell(row['checks'][check]) for check in CHECKS), str(row['glue']), today()])} |"
-        for row in rows
-    ]
+    return [f"| {' | '.join(cells(packages, row))} |" for row in rows]
+
+
+def cells(packages: Sequence[str], row: Mapping[str, Any]) -> list[str]:
+    """The cells of a row of the table."""
+    return [title(packages), row["case"], *(cell(row["checks"][check]) for check in CHECKS), str(row["glue"]), today()]
 
 
 def today() -> str:
