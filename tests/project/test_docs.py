@@ -42,8 +42,10 @@ FOREIGN_NAMES = {
     "GradsHistHandler": "a logger of Ignite's, in a module that not each installation can import",
     "GradsScalarHandler": "another one",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
+    "Mixup": "timm",
     "PyTorchJob": "Kubernetes",
     "Shard": "a placement of torch.distributed.tensor",
+    "SupervisedTrainer": "MONAI",
 }
 ELSEWHERE = (
     builtins,
