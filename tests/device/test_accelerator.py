@@ -372,7 +372,7 @@ def test_a_sharded_model(place: torch.device, tmp_path: Path, monkeypatch: pytes
     assert seen[1] == pytest.approx(seen[0], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("fresh_graphs")
 @compiling.lets_torch_read_grad
 @pytest.mark.parametrize("place", PLACES, ids=str)

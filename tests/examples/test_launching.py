@@ -152,7 +152,7 @@ def test_slurm_queues_a_job_again_whose_time_is_up(script: Path, undisturbed: An
     check_weights(found, undisturbed[1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_torchrun_starts_an_elastic_job_again(script: Path, undisturbed: Any, tmp_path: Path) -> None:
     """With room for more machines: a worker is killed, both are started again, and end with the bits of a run left alone."""
     (tmp_path / "train.py").write_text(INTERRUPTED)

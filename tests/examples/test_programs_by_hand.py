@@ -28,7 +28,7 @@ from ignite_train.handlers import Checkpoint
 from processes import DEADLINE_SECONDS
 from programs_by_hand import BY_HAND, ByHand, clip_uncut, uncut
 from ranks import RanksFailedError, run_ranks
-from tiers import nightly, slow
+from tiers import half_nightly, nightly, slow
 
 FOLDER = Path(__file__).parents[2] / "examples/programs"
 PAGE = FOLDER.parent.parent / "docs/programs.md"
@@ -159,7 +159,7 @@ def test_a_program_is_the_loop_by_hand(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", half_nightly(SCRIPTS))
 def test_a_program_is_the_loop_by_hand_on_two_ranks(name: str) -> None:
     """Two ranks that share the micro-batches of each group end where one process does."""
     number = UPDATES.get(name, 18)
@@ -317,7 +317,7 @@ def test_a_program_that_is_killed_twice_resumes_bitwise(name: str, ranks: int, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", half_nightly(SCRIPTS))
 def test_a_program_runs_as_it_is_started(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     """`python examples/programs/NAME.py` trains and says how it went."""
     torch.set_default_dtype(torch.float32)

@@ -18,7 +18,7 @@ import torch
 import typer
 
 from processes import DEADLINE_SECONDS
-from tiers import nightly, slow
+from tiers import nightly
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
@@ -173,7 +173,7 @@ def echo(connection: Any) -> None:
     sys.exit(3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_fails_in_its_own_process_is_told() -> None:
     """What was raised, in a line for a table; that the process died; that it did not answer."""
     own_process = script("own_process")
@@ -210,7 +210,7 @@ def rows(text: str, name: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(f"| {name} |")]
 
 
-@pytest.mark.parametrize("part", [nightly("tiny"), nightly("optimizer"), slow("saving"), nightly("trace")])
+@pytest.mark.parametrize("part", [nightly("tiny"), nightly("optimizer"), nightly("saving"), nightly("trace")])
 def test_the_dry_run_of_a_part(part: str, tmp_path: Path) -> None:
     """It runs to its end, and the section has figures of this library."""
     run("benchmarks/gpu.py", "--dry-run", "--part", part, "--into", str(tmp_path), "--minutes", "12")
@@ -248,7 +248,7 @@ def test_the_dry_run_at_the_size_of_gpt2(compiled: str, only: str, names: list[s
         assert not [row for row in rows(text, name) if "failed" in row or "not the same" in row]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_loop_that_is_missing_has_its_reason_in_its_row() -> None:
     """The others are measured, and so they are for the next number of micro-batches."""
     turns, training = script("turns"), script("gpt2").Training
@@ -262,7 +262,7 @@ def test_a_loop_that_is_missing_has_its_reason_in_its_row() -> None:
     assert results[0].row("missing", list, 4) == ["missing", "failed: ModuleNotFoundError: No module named 'missing'", "", ""]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_the_loop_by_hand_nothing_is_compared() -> None:
     """It says so in each row, and the next task begins all the same."""
     turns, training = script("turns"), script("gpt2").Training

@@ -21,7 +21,7 @@ from ignite_train import ForwardOutput
 from ignite_train.handlers import GradientMonitor, TrainingMetrics
 from meshes import LAYOUTS, Layout
 from ranks import Ranks
-from tiers import only, slow
+from tiers import nightly, only
 
 STEPS = 3
 
@@ -242,7 +242,7 @@ SUMS = {
 }
 
 
-@pytest.mark.parametrize("logs", [False, slow(True)])
+@pytest.mark.parametrize("logs", [False, nightly(True)])
 @pytest.mark.parametrize("name", only(["TP2 x FSDP2", "TP2 x DP2"], LAYOUTS))
 def test_an_update_has_one_small_collective(four: Ranks, name: str, logs: bool) -> None:
     """Beside the buckets of gradients, however much is logged."""

@@ -99,7 +99,7 @@ def test_the_fastest_is_named_with_its_gain_and_its_line(clock: Clock) -> None:
     assert "to have it: make_trainer(accumulation_steps=1)" in str(found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_is_named_where_all_are_equal(clock: Clock) -> None:
     """The time is that of the samples alone."""
     found = tuned(maker(clock, lambda size: 0.1 * size), loader_of(), micro_batch=[1, 2, 8])
@@ -144,7 +144,7 @@ def test_what_is_tried_by_default(clock: Clock, monkeypatch: pytest.MonkeyPatch)
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_any_parameter_can_be_varied(clock: Clock) -> None:
     """By `values`: here the wider model is not slower, and the one of two parts is."""
 
@@ -272,7 +272,7 @@ def test_micro_batches_that_cannot_be_cut_are_left_alone_and_said(kind: str, clo
 # --- what depends on the cut ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_depends_on_the_cut_is_named(clock: Clock) -> None:
     """BatchNorm by its name; what has no name by what the first update comes to, unless dropout draws."""
     norm = tuned(maker(clock, lambda _: 1.0, lambda: nn.BatchNorm1d(4)), loader_of(), micro_batch=[8])

@@ -33,7 +33,7 @@ from ignite_train.handlers import (
     TimeLimit,
     TrainingMetrics,
 )
-from tiers import only
+from tiers import nightly
 from update_options import with_options
 
 UPDATES, FIRST_UPDATES = 6, 2  # the moments come into being in the first
@@ -206,7 +206,7 @@ def attach_all(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", only([4], [1, 4]))
+@pytest.mark.parametrize("steps", [4, nightly(1)])
 @pytest.mark.parametrize("dominant", SHAPES)
 @pytest.mark.parametrize("attach", [lambda trainer, optimizer: None, attach_all], ids=["bare", "handlers"])
 def test_an_update_needs_no_more_than_by_hand(attach, dominant, steps):
