@@ -451,7 +451,9 @@ def glue(case: Case) -> int:
 def try_case(library: str, case: Case, ranks: Ranks, only: Iterable[str] = CHECKS) -> dict[str, str]:
     """What each check has found; one that failed begins with FAILED."""
     found: dict[str, str] = {}
-    before = torch.get_default_dtype()
+    before, threads = torch.get_default_dtype(), torch.get_num_threads()
+    # A process that is forked after OpenMP's threads were used would wait for them without end.
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
         tried = Tried(library, case, ranks, Path(place))
         checks = {"one": tried.one, "four": tried.four, "ranks": tried.ranks_, "killed": tried.killed, "weights": tried.weights}
@@ -470,6 +472,7 @@ def try_case(library: str, case: Case, ranks: Ranks, only: Iterable[str] = CHECK
             finally:
                 torch.set_default_dtype(before)
             print(f"{library}: {case.name}: {check}: {found[check]}", file=sys.stderr, flush=True)
+    torch.set_num_threads(threads)
     return found
 
 
