@@ -104,7 +104,7 @@ class LearningRateSchedule(Handler):
         self.scheduler.load_state_dict(dict(state_dict))
 
     def _refuse_a_second(self, trainer: Trainer) -> None:
-        """Refuses the same scheduler, and a second scheduler of the same kind: in a notebook a cell was run again."""
+        """Refuses the same scheduler, and one of its kind: a cell of a notebook was run again. Warns of another kind."""
         kind = type(self.scheduler)
         for _, other, _ in attached(trainer):
             if not isinstance(other, LearningRateSchedule):
@@ -114,10 +114,17 @@ class LearningRateSchedule(Handler):
                     f"scheduler must be attached once, got a {kind.__name__} that is attached already and would be "
                     "stepped twice; remove the first handler, or make a new trainer and a new scheduler"
                 )
-            if type(other.scheduler) is kind and other.scheduler.optimizer is self.scheduler.optimizer:
+            if other.scheduler.optimizer is not self.scheduler.optimizer:
+                continue
+            if type(other.scheduler) is kind:
                 raise ValueError(
                     f"scheduler must be the only {kind.__name__} of its optimizer, got a second, and both would change the "
                     "learning rate; make the trainer again before you attach another, or combine both by ChainedScheduler"
+                )
+            if collectives.is_main_rank():
+                _logger.warning(
+                    f"the schedules {type(other.scheduler).__name__} and {kind.__name__} both change the learning rate of one "
+                    "optimizer; combine them by ChainedScheduler, or one after the other by SequentialLR, or leave one out"
                 )
 
     def _look_at_length(self, trainer: Trainer) -> None:

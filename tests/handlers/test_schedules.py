@@ -133,10 +133,13 @@ def test_a_schedule_that_something_else_steps_is_noticed(place: str, caplog: pyt
     assert "something else steps it too" in lines(caplog)[0]
 
 
-def test_a_second_schedule_of_the_same_kind_is_refused() -> None:
-    """A cell of a notebook that is run again makes a new scheduler for the same optimizer; another kind may be meant."""
+def test_a_second_schedule_of_the_same_kind_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """A cell of a notebook that is run again makes a new scheduler for the same optimizer; another kind is told in one line."""
     trainer, optimizer = make()
     LearningRateSchedule(CosineAnnealingLR(optimizer, 80)).attach(trainer)
     with pytest.raises(ValueError, match="scheduler must be the only CosineAnnealingLR of its optimizer, got a second"):
         LearningRateSchedule(CosineAnnealingLR(optimizer, 80)).attach(trainer)
+    assert lines(caplog) == []
     LearningRateSchedule(MultiStepLR(optimizer, [50])).attach(trainer)
+    expected = "the schedules CosineAnnealingLR and MultiStepLR both change the learning rate of one optimizer; combine them"
+    assert [line.startswith(expected) for line in lines(caplog)] == [True]
