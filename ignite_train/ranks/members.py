@@ -6,7 +6,6 @@ import hashlib
 import importlib.util
 import json
 import logging
-import math
 import os
 import socket
 import stat
@@ -485,13 +484,10 @@ class _Question(threading.Thread):
         self._answer = self._ask()
 
     def answer(self) -> Any:
-        """Waits for the answer; None if there was none, or if the run has ended and none comes."""
-        last = math.inf
-        while self.is_alive():
-            self.join(min(_LAST_ANSWER_SECONDS, 1.0))
-            last = min(last, time.monotonic() + _LAST_ANSWER_SECONDS) if _has_ended() else math.inf
-            if time.monotonic() > last:
-                return None
+        """Waits for the answer, and once the run has ended only a little longer; None if there was none."""
+        while self.is_alive() and not _has_ended():
+            self.join(1.0)
+        self.join(_LAST_ANSWER_SECONDS)
         return self._answer
 
 
