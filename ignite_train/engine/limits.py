@@ -22,7 +22,7 @@ def checked_loader(data: Any) -> Iterable[Any]:
     if not isinstance(data, Iterable) or isinstance(data, (str, bytes, Mapping)):
         raise TypeError(f"data must be a loader of micro-batches, got {describe(data)}")
     # Looked at and not iterated: a list of another class may read its data where it is iterated.
-    if isinstance(data, (list, tuple)) and type(data) in (list, tuple) and isinstance(next(iter(data), None), DataLoader):
+    if (type(data) is list or type(data) is tuple) and isinstance(next(iter(data), None), DataLoader):
         raise TypeError(
             f"data must be one loader of micro-batches, got a {type(data).__name__} of {len(data)} loaders; for training pass "
             "one of them, for evaluation attach a Validation for each"
