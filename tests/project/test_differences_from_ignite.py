@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ignite.engine import Events
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/differences-from-ignite.md"
@@ -123,12 +124,13 @@ def test_the_adaptor_is_an_engine(suite: Any) -> None:
     """The trainer that takes the place of Ignite's engine calls the process function, and starts again where Ignite does."""
     from trainer_as_engine import TrainerAsEngine  # type: ignore[import-not-found]
 
-    seen: list[int] = []
+    seen, shown = list[int](), list[int]()
     engine = TrainerAsEngine(lambda engine, batch: seen.append(batch))
+    engine.add_event_handler(Events.ITERATION_STARTED, lambda: shown.append(engine.state.batch))
     for _ in range(2):
         engine.run([1, 2], max_epochs=2)
         assert (engine.state.epoch, engine.state.iteration, engine.state.num_steps) == (2, 4, 4)
-    assert seen == [1, 2, 1, 2] * 2
+    assert seen == shown == [1, 2, 1, 2] * 2
 
 
 @pytest.mark.nightly
