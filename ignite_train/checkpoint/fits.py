@@ -148,9 +148,9 @@ class Fit:
     Attributes:
         path: of the checkpoint.
         run: the run.
-        objects: those of its objects whose states are compared.
-        states: what it says that it holds for this rank, by name, with a `TensorForm` in the place of each tensor. One of them
-            is what `RunObjects.describe` gave when it was written.
+        objects: the objects of the run whose states are compared.
+        states: of this rank in the checkpoint, by name, with a `TensorForm` in the place of each tensor. One of them is the
+            description that `RunObjects.describe` gave when it was written.
     """
 
     path: str
@@ -177,21 +177,21 @@ class Fit:
                 raise CheckpointError(f"{self.path} has an invalid state of {name!r}: {describe(self.states[name])}")
         for name, module in objects.modules.items():
             check_module(self.path, name, module.state_dict(), self.states[name])
-        for name in objects.each_optimizer:
-            self.check_optimizer(name)
+        self.check_optimizers(objects.each_optimizer)
         for name, schedule in objects.schedules.items():
             if name in self.states:
                 self._check_schedule(name, schedule)
         self._check_this_rank()
 
-    def check_optimizer(self, name: str) -> None:
-        """Compares the state of one optimizer with that of the run; see `check`."""
-        optimizer = self.objects.each_optimizer[name]
-        groups = [*(group["params"] for group in optimizer.param_groups), *self.missing_groups(name)]
-        there, here = (description["optimizers"][name] for description in (self.description, self.objects.describe()))
+    def check_optimizers(self, which: Iterable[str]) -> None:
+        """Compares the states of some optimizers, by their names, with the optimizers of the run; see `check`."""
+        there, here = (description["optimizers"] for description in (self.description, self.objects.describe()))
         names = self.objects.parameter_names()
-        problems = _optimizer_problems(optimizer, groups, self.states[name], there, here, names, self.run.decided(name))
-        _refuse(self.path, name, problems, "build the one that was saved, or start in another directory")
+        for name in which:
+            optimizer, saved, decided = self.objects.each_optimizer[name], self.states[name], self.run.decided(name)
+            groups = [*(group["params"] for group in optimizer.param_groups), *self.missing_groups(name)]
+            problems = _optimizer_problems(optimizer, groups, saved, there[name], here[name], names, decided)
+            _refuse(self.path, name, problems, "build the one that was saved, or start in another directory")
 
     def missing_groups(self, name: str) -> list[list[nn.Parameter]]:
         """The last parameter groups of an optimizer in the checkpoint that it lacks now, as a handler may have added them.
@@ -341,7 +341,7 @@ def _optimizer_problems(
 
     Args:
         optimizer: of this run.
-        groups: its groups of parameters, with those that it lacks and gets from the checkpoint.
+        groups: its groups of parameters, and the groups that it lacks and gets from the checkpoint.
         saved: the state.
         there: what `RunObjects.describe` said of the one in the checkpoint.
         here: what it says of this one.

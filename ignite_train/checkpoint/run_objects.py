@@ -37,9 +37,9 @@ __all__ = [
 HANDLERS = "handlers/"
 """What the name of a handler that is attached to the trainer begins with, in a checkpoint."""
 PUBLISHED = "state.metrics"
-"""What the name of the published metrics of an engine ends with, in a checkpoint."""
+"""The end of the name of an engine's published metrics, in a checkpoint."""
 NOT_OPTIONS = ("params", "param_names")
-"""Entries of a parameter group that are none of its options."""
+"""The entries of a parameter group besides its options."""
 PROGRESS = {"last_epoch", "base_lrs", "verbose", "T_cur", "T_i", "best", "cooldown_counter", "num_bad_epochs"}
 """Attributes of schedules that a script does not set."""
 _PLAIN = (type(None), bool, int, float, str)
@@ -53,7 +53,7 @@ class _HasSchedule(Protocol):
 
 
 class PublishedMetrics:
-    """What handlers have published in the `state.metrics` of an engine."""
+    """The values that handlers have published in the `state.metrics` of an engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -165,13 +165,13 @@ class RunObjects:
         return {name: schedule for name, schedule in found.items() if isinstance(schedule, LRScheduler)}
 
     def describe(self, options: Mapping[str, Sequence[Mapping[str, Any]]] | None = None) -> dict[str, Any]:
-        """What is compared with a checkpoint besides the states, and is stored there for it.
+        """A description that is stored in a checkpoint and compared with it, besides the states.
 
-        Of each optimizer its class, without the module, which may be renamed, its parameters, and its options; of each schedule
-        its class and its options; and the names of the parameters of the trained model that have no gradients now.
+        Of each optimizer it has the class, without the module, which may be renamed, the parameters, and the options; of each
+        schedule the class and the options; and the names of the parameters of the trained model that have no gradients now.
 
         Args:
-            options: those of the groups of an optimizer that are in effect, by its name; else they are what they are now.
+            options: of the groups of an optimizer, by its name, where others are in effect than it has now.
         """
         names, optimizers = self.parameter_names(), {}
         for name, optimizer in self.each_optimizer.items():

@@ -121,8 +121,7 @@ class RunState:
                 self._thaw(group)
                 optimizer.add_param_group({**options, "params": group})
         self._run.note(self._objects)
-        for name in self._objects.optimizers:
-            self._fit.check_optimizer(name)
+        self._fit.check_optimizers(self._objects.optimizers)
         self._restore_objects(self._objects)
 
     def _thaw(self, group: Sequence[nn.Parameter]) -> None:
@@ -330,7 +329,7 @@ def _naming(name: str) -> Iterator[None]:
 
 
 class _TensorsHere:
-    """The tensors of this run that say what those of a checkpoint become, found in one walk over the states of objects.
+    """The tensors of this run, found in one walk over the states of objects: a checkpoint's tensors take their form.
 
     Attributes:
         classes: the classes of tensors made of others that a checkpoint may name: those in the states, by name, and those that
