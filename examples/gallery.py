@@ -162,7 +162,7 @@ def train_elastic(directory: Path) -> None:
 
 
 def _rows(file: Path) -> list[list[float]]:
-    """What a replica has written so far, without a line that it is writing."""
+    """The rows that a replica has written so far, without a line that it is writing."""
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
 
 

@@ -87,7 +87,7 @@ def _capture(run: SavedRun, generators: dict[str, Any]) -> Contents:
 
 
 def _differing(objects: RunObjects, trees: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> set[str]:
-    """The shared objects of which one of several ranks holds other bits, so that each writes its own. Collective.
+    """The shared objects that have other bits on some rank, so that each rank writes its own. Collective.
 
     A distributed optimizer may hold the moments of its share of the parameters on each rank. The trained models are compared by
     `StateConsistency`; those of replicas that train on their own are compared here. Each rank writes its buffers anyway.
@@ -149,7 +149,7 @@ def _own_state(trainer: Trainer, objects: RunObjects, *, main: bool) -> dict[str
 
 
 def _what_can_be_stored(run: SavedRun, objects: RunObjects, encoder: TreeEncoder) -> dict[str, Any]:
-    """The trees of handlers and of what they have published: what cannot be stored is not worth the run, and is left out."""
+    """The trees of handlers and of published metrics. A state that cannot be stored is left out, and the run continues."""
     trees = {}
     for name, entry in objects.own.items():
         try:

@@ -86,7 +86,7 @@ class SavedRun:
 
     @property
     def evaluators(self) -> list[Engine]:
-        """The evaluators that are known: the one that the user named, and those of attached handlers. Each is listed once."""
+        """The evaluator that the user named, and the evaluators of attached handlers. Each is listed once."""
         found = [] if self.evaluator is None else [self.evaluator]
         for trainer in (self.trainer, *self.trainers.values()):
             for handler in stateful_handlers(trainer).values():
@@ -110,7 +110,7 @@ class SavedRun:
         return self._objects
 
     def _list(self) -> RunObjects:
-        """What the user names is listed as named, all else once, under the first of its names."""
+        """The user's objects under the names that the user gave, and all others once, under the first of their names."""
         shared: dict[str, Stateful] = dict(self.trainer.parts)
         shared |= {f"to_save/{name}": entry for name, entry in self.to_save.items() if not isinstance(entry, Trainer)}
         more = {f"{prefix}/{name}": part for prefix, trainer in self.trainers.items() for name, part in trainer.parts.items()}
@@ -279,6 +279,6 @@ def _check_loads(name: str, optimizer: Optimizer) -> None:
 
 
 def _copied_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """As the script has set them; tensors are copied, since a schedule may write into them."""
+    """The options that the script has set; tensors are copied, since a schedule may write into them."""
     options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
     return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in options.items()}

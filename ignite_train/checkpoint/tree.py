@@ -81,12 +81,12 @@ def path_name(path: KeyPath) -> str:
 
 @dataclass(slots=True)
 class TensorForm:
-    """All that is compared of a tensor, and all that is known of one that was not read yet. Like a tensor, it can be no key.
+    """The facts about a tensor that are compared, and are known before it is read. Like a tensor, it cannot be a key.
 
     Attributes:
         shape: of the whole tensor.
         dtype: of its numbers.
-        name: of the class of a tensor that is made of others, or of a parameter; empty if there is none to compare.
+        name: of the class of a tensor that is made of others, or of a parameter; empty for any other tensor.
     """
 
     shape: tuple[int, ...]
@@ -98,7 +98,7 @@ class TensorForm:
 
 
 def form_of(value: Any) -> Any:
-    """The form of a tensor, and any other value as it is."""
+    """The form of a tensor, or the value itself where it is no tensor."""
     if not isinstance(value, Tensor):
         return value
     return TensorForm(tuple(value.shape), value.dtype, class_name(type(value)) if is_composed(value) else "")
