@@ -1479,7 +1479,8 @@ def test_on_cuda_its_graphs_are_cuda_graphs():
     assert_alike(*setups, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("size", only([1e-40], [1e-40, 1.0, 1e38]))
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1e-40, nightly(1.0), nightly(1e38)])
 def test_a_factor_that_float32_cannot_hold(size: float) -> None:
     """The mean is that of losses and sample sizes that are not so small."""
 

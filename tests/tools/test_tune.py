@@ -177,6 +177,7 @@ def test_a_candidate_that_fails_is_a_row(clock: Clock) -> None:
     assert [row.settings["micro_batch"] for row in found.rows] == [4, 8, 2]
 
 
+@pytest.mark.slow
 def test_a_window_of_a_very_slow_candidate_ends_early(clock: Clock) -> None:
     """After three windows of the present settings, so that one that is a thousand times slower does not use up the time."""
     found = tuned(maker(clock, lambda size: 1000.0 if size < 4 else 1.0), loader_of(), micro_batch=[2])
@@ -259,6 +260,7 @@ FIXED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", list(FIXED))
 def test_micro_batches_that_cannot_be_cut_are_left_alone_and_said(kind: str, clock: Clock) -> None:
     """The unit of the table is then micro-batches; a loader with a place of its own is where it was."""
