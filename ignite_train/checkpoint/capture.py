@@ -26,7 +26,7 @@ from ignite_train.checkpoint.directory import Contents
 from ignite_train.checkpoint.manifest import compact_json, frozen_name
 from ignite_train.checkpoint.run_objects import PublishedMetrics, RunObjects
 from ignite_train.checkpoint.saved_run import SavedRun
-from ignite_train.checkpoint.tensor_files import Piece, own_piece
+from ignite_train.checkpoint.tensor_files import Box, Piece, local_box
 from ignite_train.checkpoint.tree import TreeEncoder, path_name, tensors_in
 from ignite_train.engine.dispatch import Attachable, Stateful, attached
 from ignite_train.errors import CheckpointError
@@ -34,9 +34,10 @@ from ignite_train.model.optimizers import GathersState, optimizer_state
 from ignite_train.model.random_state import capture_random_state, have_drawn, restore_random_state
 from ignite_train.model.tensor_digests import content_digest, tensor_digests
 from ignite_train.ranks import collectives
+from ignite_train.ranks.root_mesh import is_first_holder
 from ignite_train.trainer import Trainer
 
-__all__ = ["capture", "handler_settings", "plain_config", "versions"]
+__all__ = ["capture", "handler_settings", "own_piece", "plain_config", "versions"]
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the text of an object: another one in each process
 
@@ -84,6 +85,20 @@ def _capture(run: SavedRun, generators: dict[str, Any]) -> Contents:
     keys = _frozen_tensors(objects, trees) & pieces.keys() if run.frozen_once else set()
     frozen = {key: pieces.pop(key) for key in sorted(keys)}  # equal weights make equal files
     return Contents(own | written, pieces, frozen=frozen, frozen_name=_name_of_frozen(frozen) if frozen else "")
+
+
+def own_piece(tensor: Tensor, *, everything: bool) -> Piece | None:
+    """The part of `tensor` that this rank writes; None if other ranks write all of it.
+
+    Of a sharded tensor each part is written once; any other one is written whole where `everything` is true.
+    """
+    whole = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Piece(tensor, Box((0,) * len(whole), whole), whole) if everything else None
+    if not is_first_holder(tensor):
+        return None
+    local = tensor.to_local()
+    return Piece(local, local_box(tensor), whole) if local.numel() else None
 
 
 def _differing(objects: RunObjects, trees: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> set[str]:
