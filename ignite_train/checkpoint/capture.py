@@ -58,14 +58,14 @@ def capture(run: SavedRun) -> Contents:
 
 
 def _capture(run: SavedRun, generators: dict[str, Any]) -> Contents:
-    objects, encoder, main = run.objects(), TreeEncoder(), collectives.is_main_rank()
+    objects, encoder, main = run.objects(), TreeEncoder(), run.trainer.replicas.rank == 0
     shared = {name: _state_of(entry, main=main) for name, entry in objects.shared.items()}
     trees, failure = {}, None
     try:
         trees = {name: encoder.encode(value, (name,)) for name, value in shared.items()}
     except CheckpointError as error:
         failure = error
-    differing = set() if collectives.world_size() == 1 else _differing(objects, trees, encoder.tensors)
+    differing = set() if run.trainer.replicas.num_ranks == 1 else _differing(objects, trees, encoder.tensors)
     try:
         run.note(objects)
         trees["description"] = encoder.encode(objects.describe(run.in_effect), ("description",))
