@@ -79,7 +79,7 @@ def _capture(run: SavedRun, generators: dict[str, Any]) -> Contents:
         failure = failure or error
     if failure is not None:
         return Contents({}, {}, failure)
-    own |= _what_can_be_stored(run, objects, encoder)
+    own |= _what_can_be_stored(run, objects, encoder.tensors)
     tensors |= {name: own_piece(tensor, everything=True) for name, tensor in encoder.tensors.items()}
     pieces = {name: piece for name, piece in tensors.items() if piece is not None}
     keys = _frozen_tensors(objects, trees) & pieces.keys() if run.frozen_once else set()
@@ -163,17 +163,26 @@ def _own_state(trainer: Trainer, objects: RunObjects, *, main: bool) -> dict[str
     return own
 
 
-def _what_can_be_stored(run: SavedRun, objects: RunObjects, encoder: TreeEncoder) -> dict[str, Any]:
-    """The trees of handlers and of published metrics. A state that cannot be stored is left out, and the run continues."""
+def _what_can_be_stored(run: SavedRun, objects: RunObjects, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The trees of handlers and of published metrics. A state that cannot be stored is left out, and the run continues.
+
+    Args:
+        run: which warns of it.
+        objects: of the run.
+        tensors: those in the trees are added.
+    """
     trees = {}
     for name, entry in objects.own.items():
+        encoder = TreeEncoder()  # of its own, since of a state that cannot be stored nothing is kept
         try:
-            trees[name] = encoder.encode_whole(entry.state_dict(), (name,))
+            trees[name] = encoder.encode(entry.state_dict(), (name,))
         except Exception as error:  # a handler may raise anything
-            if isinstance(entry, PublishedMetrics):
-                trees[name] = encoder.encode(_storable(run, name, entry), (name,))
-            else:
+            if not isinstance(entry, PublishedMetrics):
                 run.warn_left_out(name, error)
+                continue
+            encoder = TreeEncoder()
+            trees[name] = encoder.encode(_storable(run, name, entry), (name,))
+        tensors |= encoder.tensors
     return trees
 
 
