@@ -20,7 +20,6 @@ import torch
 from ignite.engine import Engine
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from ignite_train.checkpoint.directory import Contents
 from ignite_train.checkpoint.manifest import compact_json, frozen_name
@@ -28,9 +27,8 @@ from ignite_train.checkpoint.run_objects import PublishedMetrics, RunObjects
 from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.tensor_files import Box, Piece, local_box
 from ignite_train.checkpoint.tree import TreeEncoder, path_name, tensors_in
-from ignite_train.engine.dispatch import Attachable, Stateful, attached
+from ignite_train.engine.dispatch import Attachable, attached
 from ignite_train.errors import CheckpointError
-from ignite_train.model.optimizers import GathersState, optimizer_state
 from ignite_train.model.random_state import capture_random_state, have_drawn, restore_random_state
 from ignite_train.model.tensor_digests import content_digest, tensor_digests
 from ignite_train.ranks import collectives
@@ -59,7 +57,7 @@ def capture(run: SavedRun) -> Contents:
 
 def _capture(run: SavedRun, generators: dict[str, Any]) -> Contents:
     objects, encoder, main = run.objects(), TreeEncoder(), run.trainer.replicas.rank == 0
-    shared = {name: _state_of(entry, main=main) for name, entry in objects.shared.items()}
+    shared = {name: entry.state_dict() for name, entry in objects.shared.items()}  # before an error: it may be collective
     trees, failure = {}, None
     try:
         trees = {name: encoder.encode(value, (name,)) for name, value in shared.items()}
@@ -139,14 +137,6 @@ def _digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     devices = {tensor.device for tensor in tensors.values()}
     parts = [tensor_digests({key: one for key, one in tensors.items() if one.device == device}) for device in devices]
     return {key: digest for part in parts for key, digest in part.items()}
-
-
-def _state_of(entry: Stateful, *, main: bool) -> Any:
-    """The state of an object that is the same on all ranks. Collective for an optimizer that divides it among the ranks."""
-    if isinstance(entry, Optimizer) and isinstance(entry, GathersState):
-        entry.consolidate_state_dict(0)
-        return entry.state_dict() if main else {}
-    return optimizer_state(entry) if isinstance(entry, Optimizer) else entry.state_dict()
 
 
 def _own_state(trainer: Trainer, objects: RunObjects, *, main: bool) -> dict[str, Any]:

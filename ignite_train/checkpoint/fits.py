@@ -28,8 +28,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from ignite_train.arguments import describe
 from ignite_train.checkpoint.run_objects import (
     PROGRESS,
+    GathersState,
     PublishedMetrics,
     RunObjects,
+    has_own_form,
     plain_options,
     schedule_options,
     stepping_part,
@@ -39,7 +41,6 @@ from ignite_train.checkpoint.tree import DTYPES, TensorForm, decode, dtype_name,
 from ignite_train.errors import CheckpointError
 from ignite_train.internals.of_torch import LATEST_RATES, parts_of_schedule
 from ignite_train.model.memory_layout import as_bytes
-from ignite_train.model.optimizers import GathersState, InnerState, has_own_form
 from ignite_train.model.warm_up_schedule import WarmUpSchedule
 from ignite_train.state import UpdateOutput
 
@@ -188,7 +189,8 @@ class Fit:
         there, here = (description["optimizers"] for description in (self.description, self.objects.describe()))
         names = self.objects.parameter_names()
         for name in which:
-            optimizer, saved, decided = self.objects.each_optimizer[name], self.states[name], self.run.decided(name)
+            optimizer, saved = self.objects.each_optimizer[name].optimizer, self.states[name]
+            decided = self.run.decided(name)
             groups = [*(group["params"] for group in optimizer.param_groups), *self.missing_groups(name)]
             problems = _optimizer_problems(optimizer, groups, saved, there[name], here[name], names, decided)
             _refuse(self.path, name, problems, "build the one that was saved, or start in another directory")
@@ -200,10 +202,10 @@ class Fit:
             The parameters of each, which the trained model has and no optimizer steps; nothing unless all can be added. They
             need a state of torch's form.
         """
-        entry, saved = self.objects.shared[name], self.states[name]
-        if isinstance(entry, InnerState):
+        entry, saved = self.objects.each_optimizer[name], self.states[name]
+        if entry.outer is not None:
             return self.missing_groups(name.rpartition(".")[0]) if entry.shares_groups else []
-        if isinstance(entry, GathersState) or not isinstance(saved, Mapping) or has_own_form(saved):
+        if isinstance(entry.optimizer, GathersState) or not isinstance(saved, Mapping) or has_own_form(saved):
             return []
         optimizers, known = self.objects.optimizers, dict(self.objects.modules["model"].parameters())
         groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]

@@ -18,7 +18,8 @@ from ignite_train.checkpoint.tree import dtype_name
 from ignite_train.engine.dispatch import Attachable, Stateful
 from ignite_train.internals.of_torch import buffers_of
 from ignite_train.model.memory_layout import own_memory
-from ignite_train.model.optimizers import GathersState, InnerState
+from ignite_train.model.optimizers import inner_optimizers
+from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
 __all__ = [
@@ -26,9 +27,13 @@ __all__ = [
     "NOT_OPTIONS",
     "PROGRESS",
     "PUBLISHED",
+    "GathersState",
     "PublishedMetrics",
     "RunObjects",
     "SavedModule",
+    "SavedOptimizer",
+    "has_own_form",
+    "parts_of",
     "plain_options",
     "schedule_options",
     "stepping_part",
@@ -42,6 +47,7 @@ NOT_OPTIONS = ("params", "param_names")
 """The entries of a parameter group besides its options."""
 PROGRESS = {"last_epoch", "base_lrs", "verbose", "T_cur", "T_i", "best", "cooldown_counter", "num_bad_epochs"}
 """Attributes of schedules that a script does not set."""
+_PARAMETER = "parameter"  # what stands before the number of one that was a key
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -93,6 +99,94 @@ class SavedModule:
             yield _plain(name), value
 
 
+@runtime_checkable
+class GathersState(Protocol):
+    """An optimizer whose ranks hold a part each, such as `ZeroRedundancyOptimizer`: rank 0 gathers all parts to save them."""
+
+    def consolidate_state_dict(self, to: int) -> None:
+        """Gathers the parts on rank `to`. Collective."""
+
+
+class SavedOptimizer:
+    """An optimizer, whose state a checkpoint can hold, and which takes each value back as it was saved.
+
+    The `state_dict` of one that has another inside, as SAM has its base optimizer, lacks the state of that one, which is saved
+    by itself. Where both share their groups they do so after loading too.
+
+    Args:
+        optimizer: the same.
+        outer: the one that it is inside of, whose state is loaded before; None for one that the run steps.
+
+    Attributes:
+        optimizer: the same.
+        outer: the same.
+        shares_groups: whether it has the list of groups of `outer`, so that one that is added to either is in both.
+    """
+
+    def __init__(self, optimizer: Optimizer, outer: Optimizer | None = None) -> None:
+        self.optimizer, self.outer = optimizer, outer
+        self.shares_groups = outer is not None and optimizer.param_groups is outer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's. Collective for one that divides it among the ranks.
+
+        Where it has a form of its own, and parameters for the keys of a mapping, their numbers are the keys.
+        """
+        if isinstance(self.optimizer, GathersState):
+            self.optimizer.consolidate_state_dict(0)
+            return self.optimizer.state_dict() if collectives.is_main_rank() else {}
+        state = self.optimizer.state_dict()
+        if has_own_form(state):
+            numbers = {parameter: (_PARAMETER, number) for number, parameter in enumerate(self._parameters())}
+            state = _with_other_keys(state, numbers)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` gave, each value as it was saved; tensors where torch puts them.
+
+        torch's `load_state_dict` gives each tensor of the state the dtype of its parameter, which loses bits of moments in
+        float32 over weights in bfloat16, and makes other values of strings. An optimizer that overrides `load_state_dict`
+        decides itself; what only has been rounded, since it calls torch's, is put back. What an optimizer shares with one
+        inside it, the state or the parameter groups, it shares afterwards too.
+        """
+        own = vars(self.optimizer)
+        shared = [
+            (inner, name, vars(inner)[name])
+            for inner in own.values()
+            if isinstance(inner, Optimizer) and inner is not self.optimizer
+            for name in ("state", "param_groups")
+            if vars(inner).get(name) is own.get(name)
+        ]
+        self._load(state_dict)
+        for inner, name, before in shared:
+            loaded, other = (self.optimizer, inner) if own[name] is not before else (inner, self.optimizer)
+            vars(other)[name] = vars(loaded)[name]
+        if self.outer is not None and self.shares_groups:
+            self.optimizer.param_groups = self.outer.param_groups
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
+        optimizer = self.optimizer
+        if has_own_form(state_dict):
+            by_key = {(_PARAMETER, number): parameter for number, parameter in enumerate(self._parameters())}
+            optimizer.load_state_dict(_with_other_keys(state_dict, by_key))
+            return
+        optimizer.load_state_dict(dict(state_dict))
+        by_torch = type(optimizer).load_state_dict is Optimizer.load_state_dict
+        restored = _as_saved if by_torch else _unrounded
+        parameters = self._parameters()
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        if not by_torch and len(keys) != len(parameters):
+            return
+        for parameter, key in zip(parameters, keys, strict=True):
+            saved, loaded = state_dict["state"].get(key), optimizer.state.get(parameter)
+            if isinstance(saved, Mapping) and isinstance(loaded, dict):
+                for name in saved.keys() & loaded.keys() - {"step"}:  # whose dtype and device depend on the kernel
+                    loaded[name] = restored(saved[name], loaded[name], parameter.dtype)
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+
 @dataclass(frozen=True)
 class RunObjects:
     """The objects with a state, by their names in a checkpoint. Those that the user names have a prefix.
@@ -123,7 +217,8 @@ class RunObjects:
         """
         trained = {"model": self.trainer} | {f"{name}/model": trainer for name, trainer in self.trainers.items()}
         equal = {name for name, one in trained.items() if one.replicas.are_equal or one.moments.after_update}
-        return [name for name, entry in self.shared.items() if name not in equal and not isinstance(entry, GathersState)]
+        gathered = {name for name, entry in self.each_optimizer.items() if isinstance(entry.optimizer, GathersState)}
+        return [name for name in self.shared if name not in equal | gathered]
 
     def paths_that_may_differ(self, name: str) -> Iterable[tuple[str, ...]]:
         """Keys in the state of a shared object that are not compared: buffers, which may differ between replicas."""
@@ -147,15 +242,14 @@ class RunObjects:
         return {name: dict(module.buffers()) for name, module in self.modules.items()}
 
     @cached_property
-    def optimizers(self) -> dict[str, Optimizer]:
-        """The optimizers among them."""
-        return {name: entry for name, entry in self.shared.items() if isinstance(entry, Optimizer)}
+    def each_optimizer(self) -> dict[str, SavedOptimizer]:
+        """The optimizers among them, and those inside them that have a state of their own."""
+        return {name: entry for name, entry in self.shared.items() if isinstance(entry, SavedOptimizer)}
 
     @cached_property
-    def each_optimizer(self) -> dict[str, Optimizer]:
-        """The optimizers, and those inside them that have a state of their own."""
-        entries = {name: entry.inner if isinstance(entry, InnerState) else entry for name, entry in self.shared.items()}
-        return {name: entry for name, entry in entries.items() if isinstance(entry, Optimizer)}
+    def optimizers(self) -> dict[str, Optimizer]:
+        """Those of them that are inside of no other."""
+        return {name: entry.optimizer for name, entry in self.each_optimizer.items() if entry.outer is None}
 
     @property
     def schedules(self) -> dict[str, LRScheduler]:
@@ -174,7 +268,8 @@ class RunObjects:
             options: of the groups of an optimizer, by its name, where others are in effect than it has now.
         """
         names, optimizers = self.parameter_names(), {}
-        for name, optimizer in self.each_optimizer.items():
+        for name, entry in self.each_optimizer.items():
+            optimizer = entry.optimizer
             inner, own = stepping_part(optimizer), type(optimizer).__qualname__
             groups = [group["params"] for group in optimizer.param_groups]
             optimizers[name] = {
@@ -199,6 +294,25 @@ class RunObjects:
             for key, parameter in module.parameters():
                 names.setdefault(id(parameter), []).append(prefix + key)
         return names
+
+
+def parts_of(trainer: Trainer) -> dict[str, Any]:
+    """The model and the optimizers of a trainer, by their names in a checkpoint, and the optimizers inside these, each once."""
+    outer = [part for part in trainer.parts.values() if isinstance(part, Optimizer)]
+    met, parts = {id(one) for one in outer}, dict[str, Any]()
+    for name, part in trainer.parts.items():
+        parts[name] = part
+        if isinstance(part, Optimizer) and not isinstance(part, GathersState):
+            _add_inner(parts, met, name, part)
+    return parts
+
+
+def _add_inner(parts: dict[str, Any], met: set[int], prefix: str, owner: Optimizer) -> None:
+    for name, one in inner_optimizers(owner).items():
+        if id(one) not in met:
+            met.add(id(one))
+            parts[f"{prefix}.{name}"] = SavedOptimizer(one, outer=owner)
+            _add_inner(parts, met, f"{prefix}.{name}", one)
 
 
 def _plain(name: str) -> str:
@@ -229,6 +343,42 @@ def _writable_buffers(module: nn.Module) -> Iterator[None]:
             own.copy_(copy[tuple(slice(size) for size in own.shape)])
             if torch.equal(buffer, copy):
                 owner[name] = buffer
+
+
+def has_own_form(state_dict: Mapping[str, Any]) -> bool:
+    """Whether the state of an optimizer has other keys than those of torch, as that of some wrappers has."""
+    return not {"state", "param_groups"} <= state_dict.keys()
+
+
+def _with_other_keys(value: Any, keys: Mapping[Any, Any]) -> Any:
+    """A copy of nested mappings and lists, in which `keys` says what some keys are replaced by."""
+    if isinstance(value, Mapping):
+        return {keys.get(key, key): _with_other_keys(entry, keys) for key, entry in value.items()}
+    return [_with_other_keys(entry, keys) for entry in value] if type(value) is list else value
+
+
+def _as_saved(saved: Any, loaded: Any, dtype: torch.dtype) -> Any:
+    """`saved`, with its tensors on the devices of those in `loaded`."""
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(saved, Mapping) and isinstance(loaded, Mapping):
+        return {key: _as_saved(value, loaded[key], dtype) for key, value in saved.items()}
+    if isinstance(saved, (list, tuple)) and isinstance(loaded, (list, tuple)):
+        return type(saved)(_as_saved(one, other, dtype) for one, other in zip(saved, loaded, strict=True))
+    return saved
+
+
+def _unrounded(saved: Any, loaded: Any, dtype: torch.dtype) -> Any:
+    """`loaded`, with the saved tensors in place of those that are nothing but rounded to the dtype of the parameter."""
+    if type(saved) is Tensor and type(loaded) is Tensor:
+        there = saved.to(loaded.device)
+        is_rounded = saved.dtype != loaded.dtype == dtype and saved.shape == loaded.shape
+        return there if is_rounded and torch.allclose(there.to(dtype), loaded, rtol=0, atol=0, equal_nan=True) else loaded
+    if isinstance(saved, dict) and type(saved) is type(loaded) and saved.keys() == loaded.keys():
+        return type(saved)((key, _unrounded(value, loaded[key], dtype)) for key, value in saved.items())
+    if type(saved) in (list, tuple) and type(saved) is type(loaded) and len(saved) == len(loaded):
+        return type(saved)(_unrounded(one, other, dtype) for one, other in zip(saved, loaded, strict=True))
+    return loaded
 
 
 def stepping_part(optimizer: Optimizer) -> Optimizer:
