@@ -16,10 +16,9 @@ from torch import nn
 
 from ignite_train.arguments import directory_of, mapping_of, one_of, positive_int
 from ignite_train.checkpoint.cadence import Cadence
-from ignite_train.checkpoint.capture import capture, handler_settings, plain_config, versions
+from ignite_train.checkpoint.capture import HeldState, capture, handler_settings, plain_config, versions
 from ignite_train.checkpoint.directory import Contents, together, try_out
 from ignite_train.checkpoint.disk import refuse_other_systems
-from ignite_train.checkpoint.held_state import HeldState
 from ignite_train.checkpoint.manifest import Manifest, seal
 from ignite_train.checkpoint.read_checkpoint import best
 from ignite_train.checkpoint.resume import Resumption, log_how_exact

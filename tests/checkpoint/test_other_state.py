@@ -41,7 +41,7 @@ from ignite_train import (
     create_trainer,
 )
 from ignite_train.checkpoint import read_checkpoint, verify
-from ignite_train.checkpoint.held_state import HeldState
+from ignite_train.checkpoint.capture import HeldState
 from ignite_train.checkpoint.manifest import MAX_MARKS, compact_json, count_marks
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import SavedOptimizer
