@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import check_state_dict, describe, positive_int
-from ignite_train.carried import Carried
 from ignite_train.data.grouping import MicroBatchGrouping
 from ignite_train.data.run_data import RunData, known_size
 from ignite_train.engine.dispatch import Attachable, Stateful, add_counters
@@ -35,7 +34,7 @@ from ignite_train.model.precision import refuse_cached_autocast
 from ignite_train.other_words import made_by, refuse_arguments, refuse_attribute
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback, RankRequests
-from ignite_train.state import TrainState, UpdateOutput
+from ignite_train.state import Carried, TrainState, UpdateOutput
 
 __all__ = ["DefaultHandler", "Moments", "OutputTransform", "Process", "Replicas", "Trainer"]
 

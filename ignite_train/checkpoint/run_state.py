@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ignite_train.carried import Carried
 from ignite_train.checkpoint.directory import Contents
 from ignite_train.checkpoint.fits import EVERY_RANK, Fit, check_module, check_tied
 from ignite_train.checkpoint.reader import CheckpointReader, composed_form
@@ -35,7 +34,7 @@ from ignite_train.internals.of_torch import LATEST_RATES, parts_of_schedule, pyt
 from ignite_train.model.optimizers import each_optimizer
 from ignite_train.model.random_state import check_generators, restore_random_state, seed_new_rank
 from ignite_train.ranks import collectives
-from ignite_train.state import UpdateOutput
+from ignite_train.state import Carried, UpdateOutput
 
 __all__ = ["RunState", "check_contents", "restore_model"]
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_train.carried import Carried
 from ignite_train.errors import TrainingError
 from ignite_train.internals.of_torch import buffers_of, parameters_of, pytree, version_of
 from ignite_train.model.buffer_rollback import BufferRollback
 from ignite_train.model.micro_batch_rollback import MicroBatchRollback, content_of, same_content
 from ignite_train.model.objects_used import CONTAINERS, MAX_ENTRIES, attributes_of, is_accounted_for, objects_used
 from ignite_train.model.random_state import NUMPY, PYTHON, Generator, RandomState, generators_within
+from ignite_train.state import Carried
 
 __all__ = ["ForwardMark", "ForwardState"]
 

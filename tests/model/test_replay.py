@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ignite_train import TrainingError
-from ignite_train.carried import Carried
 from ignite_train.model.buffer_rollback import BufferRollback
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.micro_batch_rollback import written_into
+from ignite_train.state import Carried
 
 
 class Noted(nn.Module):

@@ -52,7 +52,7 @@ DOORS = (
     "ignite_train/plan.py",
     "ignite_train/plot.py",
 )
-VOCABULARY = ("arguments", "carried", "errors", "events", "forward", "metrics", "other_words", "state", "traffic")
+VOCABULARY = ("arguments", "errors", "events", "forward", "metrics", "other_words", "state", "traffic")
 # Files whose public names do not contain the name of the file: each is a collection, and is called what it collects.
 COLLECTIONS = {
     "ignite_train/arguments.py",
