@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ignite.engine import Engine, Events
-from torch import nn
 
 from ignite_train.arguments import directory_of, mapping_of, one_of, positive_int
 from ignite_train.checkpoint.cadence import Cadence
 from ignite_train.checkpoint.capture import HeldState, capture, handler_settings, plain_config, versions
-from ignite_train.checkpoint.directory import Contents, together, try_out
+from ignite_train.checkpoint.directory import together, try_out
 from ignite_train.checkpoint.disk import refuse_other_systems
 from ignite_train.checkpoint.manifest import Manifest, seal
 from ignite_train.checkpoint.read_checkpoint import best
@@ -44,7 +43,6 @@ class BestCheckpoint(NamedTuple):
 
 
 _logger = logging.getLogger(__name__)
-_EMPTY: dict[str, list[Any]] = {"dict": []}  # the tree of an empty state_dict
 _PATIENCE_SECONDS = 30.0  # for a save in flight, when the run breaks off
 
 
@@ -183,7 +181,6 @@ class Checkpoint(Handler):
         self._leave_out, self._script_wins = checked_names("leave_out", leave_out), checked_names("script_wins", script_wins)
         self._frozen_once, self._held = one_of("frozen", frozen, ("each", "once")) == "once", HeldState()
         self._is_attached = self._is_running = self._has_warned = False
-        self._empty: set[str] = set()  # names in `to_save` that a warning was given for
         self._untried_until = math.inf  # the number of steps after which the state is tried once more
         self._facts: dict[str, Any] | None = None  # what each manifest of the running run says of its settings
 
@@ -368,7 +365,7 @@ class Checkpoint(Handler):
         """After all other handlers of STARTED: an error that each save would meet is found before the first batch."""
         self._facts = self._settings()
         seal(self._manifest())
-        contents = self._capture()
+        contents = capture(self._run, self._held)
         self.saver.attempt(lambda: try_out(self.saver.directory, contents, collectives.gather_objects))
         self._untried_until = trainer.state.num_steps  # an optimizer has no state before its first step
 
@@ -384,7 +381,7 @@ class Checkpoint(Handler):
     def _after_update(self, trainer: Trainer) -> None:
         if trainer.state.num_steps > self._untried_until:
             self._untried_until = math.inf
-            contents = self._capture()
+            contents = capture(self._run, self._held)
             check = partial(check_contents, contents, self._run)
             what = "trying to save the state after the first step"
             self.saver.attempt(lambda: together(collectives.gather_objects, what, check))
@@ -435,36 +432,16 @@ class Checkpoint(Handler):
         with run.trainer.section("checkpoint"):
             for trainer in (run.trainer, *run.trainers.values()):
                 trainer.verify_ranks()  # a state on which the ranks do not agree must not be saved
-            self.saver.save(self._capture(), self._manifest(), is_last=is_last)
-        self.cadence.note_save(self._moment(), run.trainer.state.iteration, started)
+            manifest = self._manifest()
+            self.saver.save(capture(run, self._held), manifest, is_last=is_last)
+        self.cadence.note_save(self._moment(), manifest.score, started)
         self.held_seconds = time.monotonic() - started
         self.total_held_seconds += self.held_seconds
-
-    def _capture(self) -> Contents:
-        """What this rank writes; warns of state that no checkpoint holds."""
-        contents = capture(self._run)
-        if self._run.trainer.replicas.rank == 0 and contents.failure is None:
-            self._held.warn(self._run, contents)
-            if self.to_save:
-                self._warn_of_empty(contents)
-        return contents
 
     def _warn_of_traces(self) -> None:
         """Warns of what an update has left that broke off before this was attached: since then each remembers everything."""
         for trainer in (self._run.trainer, *self._run.trainers.values()):
             trainer.warn_if_spoilt()
-
-    def _warn_of_empty(self, contents: Contents) -> None:
-        """Warns once of each object of the user's that gives nothing to save: metrics of torchmetrics do not by default."""
-        has_begun = self._run.trainer.state.iteration > 0
-        for name, entry in self.to_save.items():
-            is_empty = contents.trees.get(f"to_save/{name}") == _EMPTY
-            if is_empty and name not in self._empty and (has_begun or isinstance(entry, nn.Module)):
-                self._empty.add(name)
-                _logger.warning(
-                    f"to_save[{name!r}] gives an empty state_dict, so a resumed run starts without its state; for a metric of "
-                    "torchmetrics, call metric.persistent(True) before the run"
-                )
 
     def _manifest(self) -> Manifest:
         """What is known of the checkpoint so far; the files and the serial number are added when it is committed."""

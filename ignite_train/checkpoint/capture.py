@@ -46,23 +46,31 @@ __all__ = ["HeldState", "capture", "handler_settings", "own_piece", "plain_confi
 
 _logger = logging.getLogger(__name__)
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the text of an object: another one in each process
+_EMPTY: dict[str, list[Any]] = {"dict": []}  # the tree of an empty state_dict
 _NO_STATE = ("ignite_train.", "ignite.handlers.time_profilers")
 """Modules of classes whose tensors need not be stored: our own handlers, and what measures this process."""
 
 
-def capture(run: SavedRun) -> Contents:
+def capture(run: SavedRun, held: HeldState | None = None) -> Contents:
     """The state of a run at the end of an update or an epoch, as this rank writes it. Tensors are not copied.
 
     Collective: the ranks compare what they share. State that cannot be stored is a failure in the
     result, so that all ranks learn of it; its message says where it is. A handler that cannot be stored is left out, with a
     warning. A `state_dict` that draws random numbers, as that of torchdata's loader does between two passes, leaves no trace.
+
+    Args:
+        run: the run.
+        held: warns of state that no checkpoint holds.
     """
     generators = capture_random_state()
     try:
-        return _capture(run, generators)
+        contents = _capture(run, generators)
     finally:
         if have_drawn(generators):
             restore_random_state(generators)
+    if held is not None and run.trainer.replicas.rank == 0 and contents.failure is None:
+        held.warn(run, contents)
+    return contents
 
 
 def _capture(run: SavedRun, generators: dict[str, Any]) -> Contents:
@@ -256,7 +264,7 @@ def versions() -> dict[str, str]:
 
 
 class HeldState:
-    """Notices tensors of handlers that are changed in place and are in no checkpoint, and warns once of each handler.
+    """Warns once of each handler with tensors that are changed in place and that no checkpoint keeps; and of empty states.
 
     A handler is looked at if it, or the object whose method it is, has no `state_dict`. Of a plain function only the modules
     count that it refers to or is called with. A tensor that does not change, such as a teacher's, or that is replaced by
@@ -266,6 +274,7 @@ class HeldState:
     def __init__(self) -> None:
         self._versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._warned: set[str] = set()
+        self._empty: set[str] = set()  # names in `to_save` that a warning was given for
 
     def note(self, run: SavedRun) -> None:
         """To be called when a run starts: what is held, and in which version."""
@@ -280,6 +289,8 @@ class HeldState:
             run: whose handlers are looked at.
             contents: what is in the checkpoint.
         """
+        if run.to_save:
+            self._warn_of_empty(run, contents)
         known: set[int] | None = None  # looked up when it is needed, which is seldom
         for name, attribute, tensors in _held(run):
             changed = [tensor for tensor in tensors if self._is_changed(tensor)]
@@ -296,6 +307,18 @@ class HeldState:
                     "state_dict: no checkpoint keeps them, so a resumed run starts without them; pass "
                     f"Checkpoint(..., to_save={{{attribute!r}: ...}}), or leave_out=({name!r},) to leave them out without "
                     "this warning"
+                )
+
+    def _warn_of_empty(self, run: SavedRun, contents: Contents) -> None:
+        """Warns once of each object of the user's that gives nothing to save: metrics of torchmetrics do not by default."""
+        has_begun = run.trainer.state.iteration > 0
+        for name, entry in run.to_save.items():
+            is_empty = contents.trees.get(f"to_save/{name}") == _EMPTY
+            if is_empty and name not in self._empty and (has_begun or isinstance(entry, nn.Module)):
+                self._empty.add(name)
+                _logger.warning(
+                    f"to_save[{name!r}] gives an empty state_dict, so a resumed run starts without its state; for a metric of "
+                    "torchmetrics, call metric.persistent(True) before the run"
                 )
 
     def names(self, run: SavedRun) -> set[str]:

@@ -36,7 +36,6 @@ __all__ = [
     "parts_of",
     "plain_options",
     "schedule_options",
-    "stepping_part",
 ]
 
 HANDLERS = "handlers/"
@@ -121,10 +120,14 @@ class SavedOptimizer:
         optimizer: the same.
         outer: the same.
         shares_groups: whether it has the list of groups of `outer`, so that one that is added to either is in both.
+        gathers: whether each rank holds a part of its state.
+        stepping: the optimizer that steps: one that shards the state over the ranks has another inside.
     """
 
     def __init__(self, optimizer: Optimizer, outer: Optimizer | None = None) -> None:
-        self.optimizer, self.outer = optimizer, outer
+        inner = vars(optimizer).get("optim")
+        self.optimizer, self.outer, self.gathers = optimizer, outer, isinstance(optimizer, GathersState)
+        self.stepping = inner if isinstance(inner, Optimizer) else optimizer
         self.shares_groups = outer is not None and optimizer.param_groups is outer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
@@ -217,7 +220,7 @@ class RunObjects:
         """
         trained = {"model": self.trainer} | {f"{name}/model": trainer for name, trainer in self.trainers.items()}
         equal = {name for name, one in trained.items() if one.replicas.are_equal or one.moments.after_update}
-        gathered = {name for name, entry in self.each_optimizer.items() if isinstance(entry.optimizer, GathersState)}
+        gathered = {name for name, entry in self.each_optimizer.items() if entry.gathers}
         return [name for name in self.shared if name not in equal | gathered]
 
     def paths_that_may_differ(self, name: str) -> Iterable[tuple[str, ...]]:
@@ -262,27 +265,23 @@ class RunObjects:
         """A description that is stored in a checkpoint and compared with it, besides the states.
 
         Of each optimizer it has the class, without the module, which may be renamed, the parameters, and the options; of each
-        schedule the class and the options; and the names of the parameters of the trained model that have no gradients now.
+        schedule the class; and the names of the parameters of the trained model that have no gradients now.
 
         Args:
             options: of the groups of an optimizer, by its name, where others are in effect than it has now.
         """
         names, optimizers = self.parameter_names(), {}
         for name, entry in self.each_optimizer.items():
-            optimizer = entry.optimizer
-            inner, own = stepping_part(optimizer), type(optimizer).__qualname__
+            optimizer, own = entry.optimizer, type(entry.optimizer).__qualname__
             groups = [group["params"] for group in optimizer.param_groups]
             optimizers[name] = {
-                "class": own if inner is optimizer else f"{own} of {type(inner).__qualname__}",
+                "class": own if entry.stepping is optimizer else f"{own} of {type(entry.stepping).__qualname__}",
                 "names": [[names.get(id(parameter), [""])[0] for parameter in group] for group in groups],
                 "shapes": [[list(parameter.shape) for parameter in group] for group in groups],
                 "dtypes": [[dtype_name(parameter.dtype) for parameter in group] for group in groups],
                 "options": (options or {}).get(name) or [*map(plain_options, optimizer.param_groups)],
             }
-        schedules = {
-            name: {"class": type(schedule).__qualname__, "options": schedule_options(schedule.state_dict())}
-            for name, schedule in self.schedules.items()
-        }
+        schedules = {name: type(schedule).__qualname__ for name, schedule in self.schedules.items()}
         frozen = [name for name, parameter in self.modules["model"].parameters() if not parameter.requires_grad]
         return {"optimizers": optimizers, "schedules": schedules, "frozen": frozen}
 
@@ -379,12 +378,6 @@ def _unrounded(saved: Any, loaded: Any, dtype: torch.dtype) -> Any:
     if type(saved) in (list, tuple) and type(saved) is type(loaded) and len(saved) == len(loaded):
         return type(saved)(_unrounded(one, other, dtype) for one, other in zip(saved, loaded, strict=True))
     return loaded
-
-
-def stepping_part(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that steps: one that shards the state over the ranks has another inside."""
-    inner = vars(optimizer).get("optim")
-    return inner if isinstance(inner, Optimizer) else optimizer
 
 
 def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:

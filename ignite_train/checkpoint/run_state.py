@@ -20,7 +20,6 @@ from ignite_train.checkpoint.fits import EVERY_RANK, Fit, check_module, check_ti
 from ignite_train.checkpoint.reader import CheckpointReader, composed_form
 from ignite_train.checkpoint.run_objects import (
     PUBLISHED,
-    GathersState,
     PublishedMetrics,
     RunObjects,
     SavedModule,
@@ -347,13 +346,13 @@ class _TensorsHere:
         self._sharded: dict[KeyPath, DTensor] = {}
         packages: set[str] = set()
         for name, entry in objects.items():
-            optimizer = entry.optimizer if isinstance(entry, SavedOptimizer) else None
-            if optimizer is not None:
+            if isinstance(entry, SavedOptimizer):
+                optimizer = entry.optimizer
                 packages |= {type(one).__module__.partition(".")[0] for one in each_optimizer(optimizer)} - {"torch"}
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                 # One that has not stepped yet has no moments; they are sharded as their parameters are.
                 self._sharded |= {(name, "state", i): p for i, p in enumerate(parameters) if isinstance(p, DTensor)}
-            if not isinstance(optimizer, GathersState):
+            if not (isinstance(entry, SavedOptimizer) and entry.gathers):
                 self._collect(entry.state_dict(), (name,))
         for kind in _subclasses(Tensor):
             if kind.__module__.partition(".")[0] in packages and issubclass(kind, ComposedTensor):

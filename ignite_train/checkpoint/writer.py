@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -34,6 +35,8 @@ GIVE_UP_AFTER = 5
 _PATIENCE_SECONDS = 30.0  # for a removal that is under way, when the run breaks off
 _NICENESS = 7  # of the thread beside training, more than that of the process
 _WAITS_FOR_THREADS = _THREAD = "Checkpoint"  # HangWatch looks for the first name in the file where a thread stands
+
+_DEVICE = attrgetter("data.device")  # of a piece
 
 _logger = logging.getLogger(__name__)
 
@@ -283,8 +286,9 @@ class CheckpointWriter:
 
 def _await_devices(pieces: Mapping[str, Piece]) -> None:
     """Returns when the devices have finished the work that `pieces` may depend on. Synchronises."""
-    for device in {piece.data.device for piece in pieces.values() if piece.data.device.type != "cpu"}:
-        torch.accelerator.synchronize(device)  # sync
+    for device in {*map(_DEVICE, pieces.values())}:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)  # sync
 
 
 def _empty_copy(tensor: Tensor) -> Tensor:

@@ -267,11 +267,11 @@ def generators_within(owner: Any) -> dict[str, Generator]:
     The generators of the process are left out. So are those in closures, in large containers and in a pass that is under way.
     """
     found: dict[str, Generator] = {}
-    queue: list[tuple[tuple[str, ...], Any]] = [((), owner)]
+    queue: list[tuple[tuple[Any, ...], Any]] = [((), owner)]
     seen = {id(torch.default_generator), id(PYTHON), id(NUMPY), id(owner)}
     for path, value in queue:  # grows
         if isinstance(value, Generator):
-            found[".".join(path)] = value
+            found[".".join(map(str, path))] = value
             continue
         for name, entry in _attributes(value).items() if len(path) < _MAX_DEPTH else ():
             if len(queue) < _MAX_OBJECTS and entry is not None and id(entry) not in seen and not isinstance(entry, _NO_OWNERS):
@@ -325,15 +325,15 @@ def _are_alike(one: Any, other: Any) -> bool:
     return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
 
 
-def _attributes(value: Any) -> Mapping[str, Any]:
-    """The attributes or entries of an object, by name; empty if it is too large or has none.
+def _attributes(value: Any) -> Mapping[Any, Any]:
+    """The attributes or entries of an object, by name, key or index; empty if it is too large or has none.
 
     A container of the user's own class is not iterated, because that may read its data; its attributes are looked at instead.
     """
     if type(value) in (list, tuple, dict):
         if len(value) > _MAX_ENTRIES:
             return {}
-        return {str(key): entry for key, entry in (value.items() if type(value) is dict else enumerate(value))}
+        return dict(value if type(value) is dict else enumerate(value))
     try:
         return {name: entry for name, entry in vars(value).items() if name != ITERATOR}
     except TypeError:
