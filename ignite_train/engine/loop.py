@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 from ignite.engine import Events
 
@@ -171,6 +171,16 @@ class Loop(Dispatcher):
         self.on_enter: list[Callable[[Any], object]] = []
         self.on_exit: list[Callable[[], object]] = []
         self.progress = Progress()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Never:
+        """Refuses: an engine and its parts refer to each other, to one model and to the generators of the process.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"a {type(self).__name__} must not be copied, since its parts belong to one model; copy the model, and make another"
+        )
 
     def _expected_length(self, data: Any) -> int | None:  # noqa: ARG002  # for subclasses
         """Iterations of the epoch that begins next, if that can be known before its pass over the data."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from copy import copy, deepcopy
+from copy import copy
 from itertools import chain
 from types import MethodType
 from typing import Any, NamedTuple
@@ -139,11 +139,6 @@ class ForwardState:
     def is_complete(self) -> bool:
         """Whether all that forward refers to, as found by the latest mark, is of a kind whose changes can be put back."""
         return all(map(is_accounted_for, self._reached))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardState:
-        """A state for the copied model, which looks for everything again: a generator of the process exists once."""
-        module, carried, forward = deepcopy((self._module, self._carried, self._forward), memo)
-        return ForwardState(module, carried, forward, copies=self._copies_at_first, watches_tensors=self._watches_tensors)
 
     def mark(self, micro_batches: Any = ()) -> ForwardMark:
         """Remembers how things are.

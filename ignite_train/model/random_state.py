@@ -82,10 +82,6 @@ class RandomState:
                 backend = torch.get_device_module(device)
                 self._on_devices.append((backend, device, backend.get_rng_state(device)))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RandomState:
-        """Itself: it does not change, and the generators are there once."""
-        return self
-
     def restore(self) -> None:
         """Puts the generators back to it."""
         for generator, state in zip(self._generators, self._states, strict=True):
