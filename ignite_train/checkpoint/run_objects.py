@@ -1,4 +1,4 @@
-"""The objects of a run whose state is saved: which there are, and the name of each in a checkpoint."""
+"""The objects of a run whose state is saved, by their names, and how a module and an optimizer give their state and take it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from ignite_train.checkpoint.tree import dtype_name
 from ignite_train.engine.dispatch import Attachable, Stateful
 from ignite_train.internals.of_torch import buffers_of
 from ignite_train.model.memory_layout import own_memory
-from ignite_train.model.optimizers import inner_optimizers
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -33,7 +32,6 @@ __all__ = [
     "SavedModule",
     "SavedOptimizer",
     "has_own_form",
-    "parts_of",
     "plain_options",
     "schedule_options",
 ]
@@ -293,25 +291,6 @@ class RunObjects:
             for key, parameter in module.parameters():
                 names.setdefault(id(parameter), []).append(prefix + key)
         return names
-
-
-def parts_of(trainer: Trainer) -> dict[str, Any]:
-    """The model and the optimizers of a trainer, by their names in a checkpoint, and the optimizers inside these, each once."""
-    outer = [part for part in trainer.parts.values() if isinstance(part, Optimizer)]
-    met, parts = {id(one) for one in outer}, dict[str, Any]()
-    for name, part in trainer.parts.items():
-        parts[name] = part
-        if isinstance(part, Optimizer) and not isinstance(part, GathersState):
-            _add_inner(parts, met, name, part)
-    return parts
-
-
-def _add_inner(parts: dict[str, Any], met: set[int], prefix: str, owner: Optimizer) -> None:
-    for name, one in inner_optimizers(owner).items():
-        if id(one) not in met:
-            met.add(id(one))
-            parts[f"{prefix}.{name}"] = SavedOptimizer(one, outer=owner)
-            _add_inner(parts, met, f"{prefix}.{name}", one)
 
 
 def _plain(name: str) -> str:

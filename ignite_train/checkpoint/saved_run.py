@@ -23,11 +23,11 @@ from ignite_train.checkpoint.run_objects import (
     SavedModule,
     SavedOptimizer,
     has_own_form,
-    parts_of,
     plain_options,
 )
 from ignite_train.engine.dispatch import Attachable, Stateful, stateful_handlers
 from ignite_train.errors import CheckpointError
+from ignite_train.model.optimizers import inner_optimizers
 from ignite_train.trainer import Trainer
 
 __all__ = ["SavedRun", "checked_names", "checked_objects"]
@@ -114,10 +114,10 @@ class SavedRun:
 
     def _list(self) -> RunObjects:
         """The user's objects under the names that the user gave, and all others once, under the first of their names."""
-        shared: dict[str, Any] = parts_of(self.trainer)
+        shared: dict[str, Any] = _parts_of(self.trainer)
         shared |= {f"to_save/{name}": entry for name, entry in self.to_save.items() if not isinstance(entry, Trainer)}
         more = {
-            f"{prefix}/{name}": part for prefix, trainer in self.trainers.items() for name, part in parts_of(trainer).items()
+            f"{prefix}/{name}": part for prefix, trainer in self.trainers.items() for name, part in _parts_of(trainer).items()
         }
         of_all_ranks = {*more}
         for prefix, trainer in {"": self.trainer, **{f"{name}/": trainer for name, trainer in self.trainers.items()}}.items():
@@ -228,6 +228,25 @@ class SavedRun:
                 f"{' '.join(reason.split()):.300}; "
                 f"{remedy or f'Checkpoint(..., leave_out=({handler!r},)) leaves it out without this warning'}"
             )
+
+
+def _parts_of(trainer: Trainer) -> dict[str, Any]:
+    """The model and the optimizers of a trainer, by their names in a checkpoint, and the optimizers inside these, each once."""
+    outer = [part for part in trainer.parts.values() if isinstance(part, Optimizer)]
+    met, parts = {id(one) for one in outer}, dict[str, Any]()
+    for name, part in trainer.parts.items():
+        parts[name] = part
+        if isinstance(part, Optimizer) and not isinstance(part, GathersState):
+            _add_inner(parts, met, name, part)
+    return parts
+
+
+def _add_inner(parts: dict[str, Any], met: set[int], prefix: str, owner: Optimizer) -> None:
+    for name, one in inner_optimizers(owner).items():
+        if id(one) not in met:
+            met.add(id(one))
+            parts[f"{prefix}.{name}"] = SavedOptimizer(one, outer=owner)
+            _add_inner(parts, met, f"{prefix}.{name}", one)
 
 
 def _saved(entry: Any) -> Stateful:
