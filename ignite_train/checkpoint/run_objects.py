@@ -112,7 +112,7 @@ class SavedOptimizer:
 
     Args:
         optimizer: the same.
-        outer: the one that it is inside of, whose state is loaded before; None for one that the run steps.
+        outer: the optimizer around it, which loads its own state before; None for an optimizer that the run steps.
 
     Attributes:
         optimizer: the same.
@@ -129,7 +129,7 @@ class SavedOptimizer:
         self.shares_groups = outer is not None and optimizer.param_groups is outer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's. Collective for one that divides it among the ranks.
+        """The state of the optimizer. Collective where the ranks divide it among them.
 
         Where it has a form of its own, and parameters for the keys of a mapping, their numbers are the keys.
         """
@@ -143,7 +143,7 @@ class SavedOptimizer:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` gave, each value as it was saved; tensors where torch puts them.
+        """Loads such a state, each value as it was saved; tensors where torch puts them.
 
         torch's `load_state_dict` gives each tensor of the state the dtype of its parameter, which loses bits of moments in
         float32 over weights in bfloat16, and makes other values of strings. An optimizer that overrides `load_state_dict`
@@ -249,7 +249,7 @@ class RunObjects:
 
     @cached_property
     def optimizers(self) -> dict[str, Optimizer]:
-        """Those of them that are inside of no other."""
+        """The optimizers that the run steps, which are inside of no other optimizer."""
         return {name: entry.optimizer for name, entry in self.each_optimizer.items() if entry.outer is None}
 
     @property
