@@ -138,7 +138,7 @@ class SavedOptimizer:
             return self.optimizer.state_dict() if collectives.is_main_rank() else {}
         state = self.optimizer.state_dict()
         if has_own_form(state):
-            numbers = {parameter: (_PARAMETER, number) for number, parameter in enumerate(self._parameters())}
+            numbers = {parameter: (_PARAMETER, number) for number, parameter in enumerate(self._in_groups())}
             state = _with_other_keys(state, numbers)
         return state
 
@@ -168,13 +168,13 @@ class SavedOptimizer:
     def _load(self, state_dict: Mapping[str, Any]) -> None:
         optimizer = self.optimizer
         if has_own_form(state_dict):
-            by_key = {(_PARAMETER, number): parameter for number, parameter in enumerate(self._parameters())}
+            by_key = {(_PARAMETER, number): parameter for number, parameter in enumerate(self._in_groups())}
             optimizer.load_state_dict(_with_other_keys(state_dict, by_key))
             return
         optimizer.load_state_dict(dict(state_dict))
         by_torch = type(optimizer).load_state_dict is Optimizer.load_state_dict
         restored = _as_saved if by_torch else _unrounded
-        parameters = self._parameters()
+        parameters = self._in_groups()
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         if not by_torch and len(keys) != len(parameters):
             return
@@ -184,7 +184,7 @@ class SavedOptimizer:
                 for name in saved.keys() & loaded.keys() - {"step"}:  # whose dtype and device depend on the kernel
                     loaded[name] = restored(saved[name], loaded[name], parameter.dtype)
 
-    def _parameters(self) -> list[Tensor]:
+    def _in_groups(self) -> list[Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
 
