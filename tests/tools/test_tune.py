@@ -21,7 +21,7 @@ from ignite_train.tools.search import Dimension, Search, race
 from ignite_train.tools.trial import TrialError
 from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
-from tiers import slow
+from tiers import nightly, slow
 
 X = torch.randn(48, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 IMAGES = torch.randn(48, 2, 4, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -107,6 +107,7 @@ def test_nothing_is_named_where_all_are_equal(clock: Clock) -> None:
     assert str(found).endswith("nothing was faster than your settings by more than the noise")
 
 
+@pytest.mark.slow
 def test_each_candidate_computes_the_updates_of_one_large_batch(clock: Clock) -> None:
     """From the same weights, on the same samples: losses and norms of all first updates agree, and so nothing is warned of."""
     made: list[Any] = []
@@ -193,7 +194,7 @@ def test_the_time_is_kept(clock: Clock) -> None:
 # --- what it leaves alone ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize("kind", ["global generator", "own generator", "resumable"])
 @pytest.mark.parametrize("ends", ["well", "by an error"])
 def test_a_run_after_it_is_the_run_without_it(kind: str, ends: str, clock: Clock) -> None:
@@ -379,7 +380,7 @@ def test_a_race_ends_where_it_is_decided(after: float, rounds: int, outcome: str
 # --- real clocks, ranks and mistakes ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [[], slow([1])], ids=["alone", "workers"])
+@pytest.mark.parametrize("workers", [slow([]), nightly([1])], ids=["alone", "workers"])
 def test_a_supervised_trainer_by_the_real_clock(workers: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """With channels_last and worker processes; a row for each that was tried. The search itself never runs out of time."""
     monkeypatch.setattr("ignite_train.tools.tune.perf_counter", lambda: 0.0)
