@@ -265,8 +265,8 @@ class Mirror:
             self._store.pipe_file(f"{self._root}/{_WRITER}", compact_json(holder))
         except Exception as error:
             raise CheckpointError(
-                f"{type(error).__name__}: {one_line(error)}; make it writable, or leave out mirror= to start with what is in the "
-                "directory"
+                f"{type(error).__name__}: {one_line(error)}; make it writable, or leave out mirror= to start with the "
+                "directory alone"
             ) from error
         self._token = token
 
