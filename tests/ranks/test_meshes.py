@@ -106,8 +106,8 @@ def test_a_mesh_that_torch_takes_for_an_earlier_one_is_told(four: Ranks) -> None
     for message in four.run(_named_alike, "inner"):
         assert message == (
             "data_dims must have names among 'inner', got 'outer'; if the model's mesh has 'outer', an earlier mesh of this "
-            "process has a part with the same ranks and names, and torch takes that part: give the dimensions of the two meshes "
-            "different names"
+            "process has a part with the same ranks and names, and torch takes that part: give the dimensions of the two "
+            "meshes different names"
         )
     assert four.run(_named_alike, "other") == [""] * 4
 
