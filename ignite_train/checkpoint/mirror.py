@@ -55,11 +55,11 @@ class Mirror:
         url: where in the store, such as `s3://bucket/run`.
 
     Attributes:
-        url: the same, without what only a login needs.
+        url: the same, without a name and a password in it.
 
     Raises:
         TypeError: `url` is not a string.
-        ValueError: `url` is none that fsspec knows, or a package is missing.
+        ValueError: fsspec cannot open `url`, or a package is missing.
     """
 
     def __init__(self, url: str) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec.config
 import numpy as np
 import pytest
 import torch
@@ -684,6 +685,8 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The file system of a server on this machine that speaks S3, with an empty bucket."""
     pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
     s3fs = pytest.importorskip("s3fs", reason="pip install 'ignite-train[s3]'")
+    # Else s3fs asks again after 15 seconds, and a server that is only slow has no upload in parts any more when it is asked.
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"read_timeout": 600, "connect_timeout": 600}})
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
