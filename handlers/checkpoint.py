@@ -19,6 +19,7 @@ from ignite_train.checkpoint.capture import HeldState, capture, handler_settings
 from ignite_train.checkpoint.directory import together, try_out
 from ignite_train.checkpoint.disk import refuse_other_systems
 from ignite_train.checkpoint.manifest import Manifest, seal
+from ignite_train.checkpoint.mirror import Mirror
 from ignite_train.checkpoint.read_checkpoint import best
 from ignite_train.checkpoint.resume import Resumption, log_how_exact
 from ignite_train.checkpoint.retention import Retention
@@ -106,6 +107,9 @@ class Checkpoint(Handler):
             checkpoints that refer to it, as for adapters on a large model. It is named by what is in it, written again when
             that changes, and removed when no checkpoint refers to it. A checkpoint that is copied needs that file beside it;
             `consolidate` makes one file of both.
+        mirror: where in an object store each checkpoint is copied to once it is on the disk: a URL that fsspec opens, such as
+            `"s3://bucket/run"` (`pip install 'ignite_train[s3]'`). A save ends with its copy, and fails if that fails. A start
+            fetches the newest whole checkpoint and the best from there, where `directory` lacks them.
 
     Attributes:
         held_seconds: how long the run waited for the latest save, in seconds.
@@ -152,8 +156,13 @@ class Checkpoint(Handler):
         give_up_after: int = GIVE_UP_AFTER,
         on_changed_data: Literal["raise", "warn"] = "raise",
         frozen: Literal["each", "once"] = "each",
+        mirror: str | None = None,
     ) -> None:
         refuse_other_systems()
+        if "://" in str(directory):
+            raise ValueError(
+                f"directory must be a path on a disk, got {directory!r}; write Checkpoint('some/path', mirror={directory!r})"
+            )
         self.directory = directory_of("directory", directory).absolute()
         if score is None and (mode is not None or keep_best != 1):
             name, value = ("mode", mode) if mode is not None else ("keep_best", keep_best)
@@ -174,6 +183,7 @@ class Checkpoint(Handler):
             asynchronous=asynchronous,
             warns=one_of("on_error", on_error, ("raise", "warn")) == "warn",
             give_up_after=positive_int("give_up_after", give_up_after),
+            mirror=None if mirror is None else Mirror(mirror),
         )
         self.to_save, self.config = checked_objects({} if to_save is None else to_save), mapping_of("config", config)
         self.on_changed_data = one_of("on_changed_data", on_changed_data, ("raise", "warn"))
@@ -186,7 +196,8 @@ class Checkpoint(Handler):
 
     def __repr__(self) -> str:
         latest = "" if self.latest is None else f", latest={self.latest.name!r}"
-        return f"Checkpoint({str(self.directory)!r}, {self.cadence!r}, keep={self.saver.retention.last}{latest})"
+        mirror = "" if self.saver.mirror is None else f", mirror={self.saver.mirror.url!r}"
+        return f"Checkpoint({str(self.directory)!r}, {self.cadence!r}, keep={self.saver.retention.last}{mirror}{latest})"
 
     @property
     def latest(self) -> Path | None:
@@ -235,7 +246,8 @@ class Checkpoint(Handler):
 
     def rows_at_end(self) -> list[tuple[str, str]]:
         """The directory."""
-        return [("files", f"{self.directory} (Checkpoint)")]
+        mirror = "" if self.saver.mirror is None else f", copied to {self.saver.mirror.url}"
+        return [("files", f"{self.directory}{mirror} (Checkpoint)")]
 
     def attach(self, trainer: Trainer, *, evaluator: Engine | None = None) -> None:
         """Saves during each run of `trainer`, and lets `trainer.run` resume.
@@ -297,6 +309,7 @@ class Checkpoint(Handler):
         """`trainer.run` trains in this `with`: no other run writes to the directory, and the state is restored. Collective."""
         with self.saver.holding():
             self.restore(resume)
+            self.saver.catch_up()
             yield
             self._resumption.finish()
 
