@@ -22,6 +22,7 @@ from ignite_train.engine.sections import SECTIONS, Sections
 from ignite_train.events import every
 from ignite_train.handlers import Profiler, StepTimer, TrainingMetrics, Validation
 from ranks import run_ranks
+from tiers import accelerated
 
 DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
 EVERY = Events.ITERATION_COMPLETED
@@ -243,6 +244,7 @@ def test_ranges_of_nvtx_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"data", "backward", "reduction", "optimizer", "handler"} <= {*nvtx.seen}
 
 
+@accelerated
 def test_the_sections_of_a_step_that_an_accelerator_queues(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step is queued before the host reads the numbers of the update, and both have their sections."""
     monkeypatch.setattr(to_host, "_HOST", "nowhere")
