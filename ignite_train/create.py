@@ -346,8 +346,8 @@ def create_supervised_trainer(
         y_pred = model_transform(model_fn(model, x))
         if last is not None:
             last.hold(x, y, y_pred)
-        loss = loss_fn(y_pred, y)
-        return ForwardOutput(loss if is_sum else loss * len(y), sample_size=len(y), outputs=(y_pred, y))
+        loss, size = loss_fn(y_pred, y), len(y)
+        return ForwardOutput(loss if is_sum else loss * size, size, outputs=(y_pred, y))
 
     trainer = create_trainer(
         model,

@@ -486,9 +486,9 @@ class Trainer(Loop):
 
     def publish(self, output: UpdateOutput) -> None:
         """Puts the record of an update, and what the output transform makes of it, into the state."""
-        self.state.update_output = output
-        transform = self.moments.output_transform
-        self.state.output = output if transform is None else transform(output)
+        state, transform = self.state, self.moments.output_transform
+        state.update_output = output
+        state.output = output if transform is None else transform(output)
 
     def amend(self, output: UpdateOutput) -> UpdateOutput:
         """Replaces the record of the update; the output transform is called once an update, and not again."""
@@ -506,11 +506,12 @@ class Trainer(Loop):
         if requests.interrupt:
             self.interrupt(agreed=True)
         self.progress.ranks_have_more = requests.more_data > 0
-        for callback in self.moments.after_update:
+        state, moments = self.state, self.moments
+        for callback in moments.after_update:
             callback(self)
-        state, output = self.state, self.state.update_output
+        output = state.update_output
         assert output is not None  # noqa: S101  # published before
-        for record in self.moments.on_record:
+        for record in moments.on_record:
             record(output)
         if applied:
             self.fire_event(_STEP_COMPLETED)
@@ -724,7 +725,8 @@ class Trainer(Loop):
 
     def _take_up_stops(self, *, between_updates: bool = False) -> None:
         """Between two epochs, where a run is entered, and in a single process no update carries requests to other ranks."""
-        stop, interrupt = self.requests.stop, self.requests.interrupt
+        requests = self.requests
+        stop, interrupt = requests.stop, requests.interrupt
         between_updates &= not self.replicas.are_elastic  # then what a replica asks for travels with the next update
         if between_updates:
             stop, interrupt = (number > 0 for number in collectives.largest(stop, interrupt))

@@ -283,16 +283,16 @@ class Loop(Dispatcher):
             self.progress.epoch_started = True
 
     def _run_epoch(self) -> None:
-        state, started = self.state, time.perf_counter()
+        state, progress, started = self.state, self.progress, time.perf_counter()
         self._begin_epoch()
         data: Any = state.dataloader
         self.begin_section("data")
         batches, whole = self._open(data), False
-        self.progress.reading, self.progress.data_ended = True, False
+        progress.reading, progress.data_ended = True, False
         state.epoch_length = batches.length or state.epoch_length
         try:
             over = self._epoch_is_over(batches)
-            while not (over or self.progress.stops or self._reached_max_iters()):
+            while not (over or progress.stops or self._reached_max_iters()):
                 state.batch = None  # not held while the next one is fetched
                 self.begin_section("data")
                 if state.dataloader is not None:
@@ -303,27 +303,27 @@ class Loop(Dispatcher):
                     state.batch, over = None, True
                     break
                 self._iterate(batches)
-                over = not self.progress.stops and self._epoch_is_over(batches)
+                over = not progress.stops and self._epoch_is_over(batches)
             if over:
                 self._close_epoch(started)
             whole = True
         finally:
-            self.progress.reading = False
-            stopped = whole and self.progress.epoch_open and (self.should_terminate or self.should_interrupt)
+            progress.reading = False
+            stopped = whole and progress.epoch_open and (self.should_terminate or self.should_interrupt)
             if not (stopped and batches.keep_open()):
                 batches.close(whole=whole)
 
     def _iterate(self, batches: Batches) -> None:
         """Runs one iteration on `state.batch`, which handlers before it may replace."""
-        state = self.state
+        state, progress = self.state, self.progress
         if state.dataloader is not None:
             self.fire_event(_GET_BATCH_COMPLETED)
         state.iteration += 1
-        self.progress.iterating, self.progress.settled = True, False
+        progress.iterating, progress.settled = True, False
         self.fire_event(_ITERATION_STARTED)
         state.output = self.process(self, batches.batch(state.batch))
-        self.progress.iterating = False
-        self.progress.epoch_iteration += 1
+        progress.iterating = False
+        progress.epoch_iteration += 1
         try:
             self.fire_event(_ITERATION_COMPLETED)
         finally:
@@ -331,8 +331,9 @@ class Loop(Dispatcher):
 
     def _take_up_stops(self, *, between_updates: bool = False) -> None:  # noqa: ARG002  # for subclasses
         """Has what was asked for take effect. Called after each iteration and each epoch, and where a run is entered."""
-        self.progress.stops = bool(self.should_terminate or self.should_interrupt)
-        self.progress.epoch_ends = self.progress.epoch_iteration > 0 and bool(self.should_terminate_single_epoch)
+        progress = self.progress
+        progress.stops = bool(self.should_terminate or self.should_interrupt)
+        progress.epoch_ends = progress.epoch_iteration > 0 and bool(self.should_terminate_single_epoch)
 
     def _close_epoch(self, started: float) -> None:
         if self.should_terminate_single_epoch:
@@ -365,8 +366,9 @@ class Loop(Dispatcher):
         self.logger.log(level, message)
 
     def _epoch_is_over(self, batches: Batches) -> bool:
-        over = batches.length is not None and self.progress.epoch_iteration >= batches.length
-        return over or self.progress.epoch_ends or not self.progress.ranks_have_more
+        progress = self.progress
+        over = batches.length is not None and progress.epoch_iteration >= batches.length
+        return over or progress.epoch_ends or not progress.ranks_have_more
 
     def _reached_max_iters(self) -> bool:
         limit = self.state.max_iters

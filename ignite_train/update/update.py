@@ -139,8 +139,6 @@ class Update:
         if self._is_shown:
             with self.gather.passes.guard.readable(decision.mean_factor):
                 trainer.fire_event(_GRADIENTS_READY)
-        else:
-            trainer.fire_event(_GRADIENTS_READY)
         # Where the device has made the step by now, it was with the rates that are in the record.
         if self._sets_rates and not self.stepper.watch.entered:
             rates = self.gather.learning_rates()
