@@ -27,7 +27,8 @@ AS_STARTED = """
 import runpy, sys
 from libraries.harness import let_torchvision_be_imported
 let_torchvision_be_imported()
-runpy.run_path(sys.argv[1], run_name="__main__")
+del sys.argv[0]  # of this; the script is next, and reads its options
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="looks at a checkout, and here is none")
