@@ -30,17 +30,33 @@ collect_ignore = ["libraries", "migration"]
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is marked `sampled(number)`, leaves that many cases to `make test`, evenly spread; the others are slow."""
+    """Deals the cases of a test that is marked `sampled(number, slow=more)` to the tiers, each tier evenly spread.
+
+    `make test` looks at `number` of them and `make slow` at `more` others, or at all; the rest are left to `make nightly`.
+    """
     cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+        if (
+            item.get_closest_marker("sampled")
+            and not item.get_closest_marker("slow")
+            and not item.get_closest_marker("nightly")
+        ):
             cases[item.nodeid.partition("[")[0]].append(item)
     for found in cases.values():
-        (number,) = found[0].get_closest_marker("sampled").args
-        kept = {index * len(found) // number for index in range(number)}
-        for index, item in enumerate(found):
-            if index not in kept:
-                item.add_marker("slow")
+        mark = found[0].get_closest_marker("sampled")
+        (number,), more = mark.args, mark.kwargs.get("slow")
+        left = _mark_all_but(number, found, "slow")
+        if more is not None:
+            _mark_all_but(more, left, "nightly")
+
+
+def _mark_all_but(number: int, items: list[pytest.Item], name: str) -> list[pytest.Item]:
+    """Marks the items but for so many of them, evenly spread; those that it has marked."""
+    kept = {index * len(items) // number for index in range(number)}
+    marked = [item for index, item in enumerate(items) if index not in kept]
+    for item in marked:
+        item.add_marker(name)
+    return marked
 
 
 @pytest.fixture

@@ -174,7 +174,7 @@ def outcome(honest: list[Path], directory: Path, number: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("first", [0, *map(slow, range(LOADS, 300, LOADS)), *map(nightly, range(300, 3000, LOADS))])
+@pytest.mark.parametrize("first", [0, *map(slow, range(LOADS, 150, LOADS)), *map(nightly, range(150, 3000, LOADS))])
 def test_it_is_refused_in_one_line_or_trains(honest: list[Path], tmp_path: Path, first: int) -> None:
     """Any value of the index, changed, exchanged or left out: no raw error, at the start or in the updates after it."""
     found = [outcome(honest, tmp_path / str(number), number) for number in range(first, first + LOADS)]

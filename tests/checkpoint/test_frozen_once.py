@@ -328,7 +328,7 @@ def _sharded(directory: Path, epochs: int) -> tuple[list[str], bool]:
     return frozen_files(directory), all(torch.equal(whole[name], reference.state_dict()[name]) for name in names)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("worlds", [(2, 1), (1, 2), (2, 2)], ids=str)
 def test_sharded_models_and_other_numbers_of_ranks(tmp_path: Path, worlds: tuple[int, int]) -> None:
     """Each rank has the file of its shards; as many ranks as will can read them."""

@@ -14,7 +14,7 @@ import pytest
 from ignite_train.checkpoint.manifest import is_checkpoint_name
 from killing import Job, Life, Reference, Stop, committed, compare_ends, done, history, stored, until
 from processes import DEADLINE_SECONDS
-from tiers import one_in, only, slow
+from tiers import nightly, one_in, only, slow
 
 pytestmark = pytest.mark.timeout(6 * DEADLINE_SECONDS)
 
@@ -56,11 +56,11 @@ def assert_as_expected(job: Job, expected: Reference) -> None:
     [
         (Stop(0, "training", 3), SIGTERM, 0),
         slow(Stop(0, "training", 6), SIGUSR1, 1),
-        slow(Stop(1, "training", 4), SIGTERM, 1),
-        slow(Stop(0, "validation", 2), SIGTERM, 1),
+        nightly(Stop(1, "training", 4), SIGTERM, 1),
+        nightly(Stop(0, "validation", 2), SIGTERM, 1),
         (Stop(0, "validation", 5), SIGUSR1, 0),
         slow(Stop(0, "save", 21), SIGTERM, 0),
-        slow(Stop(1, "save", 9), SIGUSR1, 1),
+        nightly(Stop(1, "save", 9), SIGUSR1, 1),
         slow(Stop(0, "prune", 2), SIGTERM, 1),
     ],
     ids=lambda value: f"{value.phase} of rank {value.rank}" if isinstance(value, Stop) else str(value),

@@ -19,7 +19,6 @@ from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.handlers import Checkpoint
 from ignite_train.kinds_of_handlers import Handler
 from ranks import run_ranks
-from tiers import slow
 
 X = torch.linspace(-1, 1, 96).reshape(12, 8).cos()
 
@@ -106,7 +105,8 @@ def train(directory: str, updates: int, optimizer: Any = SharedMuon) -> Any:
     return bit_by_bit([model.state_dict(), stepped.state_dict(), environment.place, average.total])
 
 
-@pytest.mark.parametrize("world_size", [2, slow(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_each_rank_resumes_with_its_own(world_size: int, tmp_path: Path) -> None:
     """Momentum, an object of `to_save` and a handler, bitwise; another number of ranks is refused in one line."""
     whole = run_ranks(train, str(tmp_path / "whole"), 5, world_size=world_size)

@@ -415,7 +415,7 @@ def covering(seed: int, left_out: set[tuple[str, str]]) -> list[Cell]:
     return cells
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=40)
 @pytest.mark.parametrize("cell", one_in(5, covering(0, LEFT_OUT)), ids=str)
 def test_goes_on_as_if_nothing_had_happened(cell: Cell, tmp_path: Path, bits: Any) -> None:
     """Any two of the values of the axes meet in some cell, but for those left out."""
@@ -458,7 +458,7 @@ PER_EVENT = {
 STOPS |= PER_EVENT
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=16)
 @pytest.mark.parametrize("stop", one_in(4, PER_EVENT))
 def test_an_exception_in_a_handler_of_any_event(stop: str, tmp_path: Path, bits: Any) -> None:
     """The first, the second and the third time that it fires: done again where it was not saved, and only there."""

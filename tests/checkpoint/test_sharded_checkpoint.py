@@ -24,7 +24,7 @@ from ignite_train.handlers import Checkpoint
 from log_messages import messages_from_here
 from ranks import run_ranks
 from small_checkpoints import taken_apart
-from tiers import slow
+from tiers import nightly, slow
 
 
 class InjectedError(Exception):
@@ -123,7 +123,7 @@ def load(directory: str, way: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "world_size", "stop"), [("fsdp", 2, 6), slow("ddp", 2, 5), slow("hsdp", 4, 4)])
+@pytest.mark.parametrize(("way", "world_size", "stop"), [("fsdp", 2, 6), ("ddp", 2, 5), nightly("hsdp", 4, 4)])
 def test_resumes_in_the_middle_of_an_epoch(way: str, world_size: int, stop: int, tmp_path: Path) -> None:
     """Broken off in an update of the second epoch, and built anew: all shards, moments, losses and generators are right."""
     expected = run_ranks(train, None, way, 0, None, world_size=world_size)
@@ -139,11 +139,11 @@ def test_resumes_in_the_middle_of_an_epoch(way: str, world_size: int, stop: int,
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "ranks", "second", "others"), [
     ("fsdp", 2, "none", 1),
-    slow("none", 1, "fsdp", 2),
+    nightly("none", 1, "fsdp", 2),
     ("fsdp", 2, "fsdp", 3),
-    slow("fsdp", 3, "ddp", 2),
+    nightly("fsdp", 3, "ddp", 2),
     slow("hsdp", 4, "none", 1),
-    slow("ddp", 2, "hsdp", 4),
+    nightly("ddp", 2, "hsdp", 4),
 ])  # fmt: skip
 def test_any_sharding_reads_any_other(first: str, ranks: int, second: str, others: int, tmp_path: Path) -> None:
     """Parameters, buffers and moments are the same numbers, and back in the first sharding they still are."""

@@ -434,7 +434,7 @@ STREAMS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", STREAMS)
 def test_with_epoch_length_a_run_resumes_bitwise(kind: str, tmp_path: Path) -> None:
     """After any update: the same samples, and the same numbers that forward draws; also at the end of a pass."""

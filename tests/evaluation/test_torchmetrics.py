@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from ignite_train import ForwardOutput, TrainEvents, create_evaluator, create_trainer
 from ranks import run_ranks
+from tiers import nightly
 
 Batch = tuple[Tensor, Tensor]
 
@@ -81,7 +82,7 @@ def evaluated_by_ranks(sizes: list[list[int]], on_trainer: bool) -> list[dict[st
     return evaluated(batches(sizes[rank], rank), on_trainer)
 
 
-@pytest.mark.parametrize("on_trainer", [False, True], ids=["evaluator", "trainer"])
+@pytest.mark.parametrize("on_trainer", [False, nightly(True)], ids=["evaluator", "trainer"])
 @pytest.mark.slow
 def test_torchmetrics_are_exact_over_uneven_ranks(on_trainer: bool) -> None:
     """Both ranks find what one process finds with all samples."""

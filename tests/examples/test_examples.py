@@ -139,7 +139,7 @@ def _curve(printed: str) -> list[tuple[float, ...]]:
     return [tuple(map(float, line)) for line in lines]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_llama_has_the_loss_curve_of_one_process_on_a_mesh(tmp_path: Path) -> None:
     """Tensor parallel over 2 ranks, sharded over 2, activations recomputed; and one process continues from its checkpoint."""
     arguments = ["--in-float64", "--max-updates"]

@@ -24,7 +24,7 @@ def drawn(what: str, picture: Path) -> str:
     return printed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("what", ["cost", "scaling"])
 def test_a_picture_is_drawn_from_the_results(what: str, tmp_path: Path) -> None:
     """With matplotlib, of the tables that are there."""

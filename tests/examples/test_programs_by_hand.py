@@ -158,7 +158,7 @@ def test_a_program_is_the_loop_by_hand(name: str) -> None:
     assert len(expected[1]) == number
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=6)
 @pytest.mark.parametrize("name", half_nightly(SCRIPTS))
 def test_a_program_is_the_loop_by_hand_on_two_ranks(name: str) -> None:
     """Two ranks that share the micro-batches of each group end where one process does."""
@@ -327,7 +327,7 @@ def test_a_program_runs_as_it_is_started(name: str, capsys: pytest.CaptureFixtur
     assert "in the first updates" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_program_runs_under_torchrun() -> None:
     """On two processes, of which the first reports."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(FOLDER / "maml.py")]

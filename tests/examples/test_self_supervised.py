@@ -460,7 +460,7 @@ def accuracies(printed: str) -> list[float]:
     return [float(number) for number in found]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_runs_as_it_is_started(tmp_path: Path) -> None:
     """Two processes train, one reports: times by VISSL's names, and three accuracies."""
     few = ("--epochs", "1", "--max-images", "256", "--batch-size", "64")

@@ -29,7 +29,7 @@ def measured(way: str) -> tuple[int, int, int, int]:
     return tuple(script().measure(way, 1, WIDTH, LAYERS))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 def test_what_is_measured_is_what_the_sizes_say() -> None:
     """AdamW has two moments of each element, and a count of 4 bytes for each tensor; the ranks divide what is sharded."""

@@ -12,7 +12,6 @@ import pytest
 
 import steps
 from processes import DEADLINE_SECONDS
-from tiers import nightly, slow
 
 pytestmark = pytest.mark.skipif(not steps.PAGE.is_file(), reason="looks at a checkout, and here is none")
 
@@ -63,7 +62,7 @@ def test_each_step_is_the_one_before_with_marked_lines() -> None:
         steps.changed("a = 1\n", " a = 2\n+b = 3\n")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize("heading", STEPS[1:6])
 def test_each_step_runs(heading: str, tmp_path: Path) -> None:
     """In one process, and learns what its data hold."""
@@ -74,7 +73,8 @@ def test_each_step_runs(heading: str, tmp_path: Path) -> None:
     assert ("validation" in printed) == (heading != "The first run")
 
 
-@pytest.mark.parametrize("heading", [slow(STEPS[6]), *map(nightly, STEPS[7:])])
+@pytest.mark.nightly
+@pytest.mark.parametrize("heading", STEPS[6:])
 def test_two_processes_train_as_one_does(heading: str, tmp_path: Path) -> None:
     """The last lines of both runs have the same numbers, to the digits that are printed; a finished run has nothing to do."""
     script = steps.scripts()[heading]

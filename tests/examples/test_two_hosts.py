@@ -188,7 +188,7 @@ def free_port(address: str) -> int:
         return port
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="127.0.0.2 is an address of every machine on Linux only")
 def test_two_agents_on_two_addresses_make_the_updates_of_one_process(script: Path, alone: Result) -> None:
     """Each agent of torchrun has an address of its own, and the store, which one of them holds, is met at the other's."""

@@ -169,7 +169,7 @@ def is_graph(setup: Setup) -> bool:
 # --- the same numbers -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=4)
 @pytest.mark.parametrize("steps", [nightly(1), 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_steps_as_the_formulas_say(name, steps):
@@ -662,7 +662,7 @@ CHANGES: dict[str, Callable[[Setup], None]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=6)
 @pytest.mark.parametrize("steps", [nightly(1), 2])
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_changes_in_a_run_counts(name, steps):
@@ -804,7 +804,7 @@ DISTURBANCES: dict[str, tuple[dict[str, Any], Callable[[Setup], None] | None]] =
 }
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=5)
 @pytest.mark.parametrize("steps", [nightly(1), 2])
 @pytest.mark.parametrize("way", [True, False], ids=["graph", "plain"])
 @pytest.mark.parametrize("name", DISTURBANCES)
@@ -865,7 +865,7 @@ OF_INDUCTOR = {"cpp_wrapper": True, "layout_optimization": False, "realize_opcou
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compile", ["update", {"update": True, "options": OF_INDUCTOR}], ids=["default", "wrong"])
+@pytest.mark.parametrize("compile", ["update", nightly({"update": True, "options": OF_INDUCTOR})], ids=["default", "wrong"])
 def test_convolutions_have_the_norm_of_an_update_that_is_not_compiled(compile):  # noqa: A002
     """By the options that are the default on the CPU, and by some of inductor's with which torch 2.13 compiles a wrong one."""
     norms = []
@@ -907,7 +907,7 @@ class Mistaken(compiling.CountingBackend):
         return super().__call__(graph, inputs, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=7)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("scale", [None, 2.0**10], ids=["plain", "scaled"])
 @pytest.mark.parametrize(("steps", "wrong"), [(1, 0), (4, 0), (4, 1), (4, 2)])
@@ -1413,7 +1413,7 @@ FORMS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=4)
 @pytest.mark.parametrize("name", FORMS)
 def test_what_forward_may_return(name):
     """Each form has the same meaning in a graph."""
@@ -1479,7 +1479,8 @@ def test_on_cuda_its_graphs_are_cuda_graphs():
     assert_alike(*setups, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("size", only([1e-40], [1e-40, 1.0, 1e38]))
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1e-40, nightly(1.0), nightly(1e38)])
 def test_a_factor_that_float32_cannot_hold(size: float) -> None:
     """The mean is that of losses and sample sizes that are not so small."""
 

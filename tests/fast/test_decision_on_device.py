@@ -460,7 +460,7 @@ def on_ranks(way: str, name: str, spoilt: int | None, scaled: bool, checked: boo
     return bit_by_bit(local(ahead)) == bit_by_bit(local(there)), queued, repr([ahead["outputs"], ahead["events"]])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=9)
 @pytest.mark.parametrize("checked", [False, True], ids=["bare", "with consistency checks"])
 @pytest.mark.parametrize("scaled", [False, True], ids=["skip", "scaled"])
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def _call(function: Callable[[Run], dict[str, Any]], name: str) -> dict[str, Any
     return function(Run(name))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize(
     "function", [gradient_monitor, model_ema, freeze, learning_rate_finder, validation, predictions, checks]
@@ -150,6 +150,7 @@ def _flip(name: str, parameter: str, rank: int) -> tuple[tuple[str, ...], tuple[
     return (), ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parameter"),
     [

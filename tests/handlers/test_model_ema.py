@@ -307,6 +307,7 @@ def _statistics_on_this_rank(directory: str) -> Any:
     return own.tolist(), metrics, saved, bit_by_bit(averaged(ema))
 
 
+@pytest.mark.slow
 def test_two_ranks_evaluate_one_average(tmp_path: Path) -> None:
     """The statistics of rank 0 count on both, as they do for the model; the checkpoint has the average once."""
     (first, metrics, saved, state), (second, other_metrics, _, other_state) = run_ranks(_statistics_on_this_rank, str(tmp_path))

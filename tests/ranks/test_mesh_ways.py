@@ -156,6 +156,7 @@ def _furthest(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> fl
     return max(float((one[name] - value).abs().max()) for one in found for name, value in expected.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", only(["checkpointed_and_sharded"], CUTS))
 def test_the_update_is_that_of_one_process(four: Ranks, cut: str) -> None:
     assert _furthest(four.run(_train, cut), _expected(_layout(CUTS[cut]))) < 1e-12
@@ -179,6 +180,7 @@ def test_a_fused_optimizer_steps_shards(four: Ranks, name: str) -> None:
     assert _furthest(found, _expected(LAYOUTS[name])) < 1e-12
 
 
+@pytest.mark.slow
 def test_a_fused_optimizer_over_plain_parameters_too_is_refused(four: Ranks) -> None:
     for message in four.run(_fused, "TP2 x DP2", 1):
         assert re.match(
@@ -242,6 +244,7 @@ SUMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logs", [False, nightly(True)])
 @pytest.mark.parametrize("name", only(["TP2 x FSDP2", "TP2 x DP2"], LAYOUTS))
 def test_an_update_has_one_small_collective(four: Ranks, name: str, logs: bool) -> None:

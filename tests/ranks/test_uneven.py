@@ -353,6 +353,7 @@ def sometimes_deep(kind: str, uneven: Literal["all", "replay"]) -> list[float]:
     return [*numbers(model), create_evaluator(model, forward, uneven=uneven).run(group).metrics["loss"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uneven", ["all", "replay"])
 def test_a_placeholder_of_a_sharded_model_uses_what_the_others_use(uneven: Literal["all", "replay"]) -> None:
     """A rank that has run out runs the very micro-batches of another rank, so that all call the same sharded modules."""

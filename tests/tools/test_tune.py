@@ -21,7 +21,7 @@ from ignite_train.tools.search import Dimension, Search, race
 from ignite_train.tools.trial import TrialError
 from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
-from tiers import slow
+from tiers import nightly, slow
 
 X = torch.randn(48, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 IMAGES = torch.randn(48, 2, 4, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -107,6 +107,7 @@ def test_nothing_is_named_where_all_are_equal(clock: Clock) -> None:
     assert str(found).endswith("nothing was faster than your settings by more than the noise")
 
 
+@pytest.mark.slow
 def test_each_candidate_computes_the_updates_of_one_large_batch(clock: Clock) -> None:
     """From the same weights, on the same samples: losses and norms of all first updates agree, and so nothing is warned of."""
     made: list[Any] = []
@@ -176,6 +177,7 @@ def test_a_candidate_that_fails_is_a_row(clock: Clock) -> None:
     assert [row.settings["micro_batch"] for row in found.rows] == [4, 8, 2]
 
 
+@pytest.mark.slow
 def test_a_window_of_a_very_slow_candidate_ends_early(clock: Clock) -> None:
     """After three windows of the present settings, so that one that is a thousand times slower does not use up the time."""
     found = tuned(maker(clock, lambda size: 1000.0 if size < 4 else 1.0), loader_of(), micro_batch=[2])
@@ -193,7 +195,7 @@ def test_the_time_is_kept(clock: Clock) -> None:
 # --- what it leaves alone ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize("kind", ["global generator", "own generator", "resumable"])
 @pytest.mark.parametrize("ends", ["well", "by an error"])
 def test_a_run_after_it_is_the_run_without_it(kind: str, ends: str, clock: Clock) -> None:
@@ -258,6 +260,7 @@ FIXED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", list(FIXED))
 def test_micro_batches_that_cannot_be_cut_are_left_alone_and_said(kind: str, clock: Clock) -> None:
     """The unit of the table is then micro-batches; a loader with a place of its own is where it was."""
@@ -379,7 +382,7 @@ def test_a_race_ends_where_it_is_decided(after: float, rounds: int, outcome: str
 # --- real clocks, ranks and mistakes ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [[], slow([1])], ids=["alone", "workers"])
+@pytest.mark.parametrize("workers", [slow([]), nightly([1])], ids=["alone", "workers"])
 def test_a_supervised_trainer_by_the_real_clock(workers: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """With channels_last and worker processes; a row for each that was tried. The search itself never runs out of time."""
     monkeypatch.setattr("ignite_train.tools.tune.perf_counter", lambda: 0.0)

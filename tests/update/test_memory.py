@@ -205,7 +205,7 @@ def attach_all(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
     FailureBoard().attach(trainer)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=3)
 @pytest.mark.parametrize("steps", [4, nightly(1)])
 @pytest.mark.parametrize("dominant", SHAPES)
 @pytest.mark.parametrize("attach", [lambda trainer, optimizer: None, attach_all], ids=["bare", "handlers"])

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from ignite_train import TrainEvents, UpdateOptions, UpdateOutput, create_supervised_trainer, create_trainer
 from ignite_train.handlers import Checkpoint
 from ranks import run_ranks
+from tiers import nightly
 
 Pair = tuple[Tensor, Tensor]
 
@@ -183,7 +184,7 @@ def test_progress_bar(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transforms", [False, True], ids=["default", "transform"])
+@pytest.mark.parametrize("transforms", [False, nightly(True)], ids=["default", "transform"])
 def test_predictions_are_not_held(transforms):
     """Without a transform no prediction is left when the next micro-batch begins; with one, none after the update."""
     alive: list[weakref.ref[Tensor]] = []
