@@ -1,13 +1,14 @@
 """Runs the recipes that use other libraries, beside a loop by hand and the library's own trainer, and writes docs/recipes.md.
 
-    python benchmarks/recipes.py                           # all, into the table of the page and docs/pictures/recipes.png
-    python benchmarks/recipes.py train_vit --rounds 1 --print   # a single recipe; only shown
+    python benchmarks/recipes.py                           # all, into the tables of the page and two pictures
+    python benchmarks/recipes.py dpo grpo ppo              # into one of the tables, and its picture
+    python benchmarks/recipes.py train_vit --rounds 1      # a single recipe; only shown
 
 A recipe runs in the environment of its library, which `make libraries` makes too. First it runs in float64, and its losses and
 weights are compared with those of the loop in tests/support/recipes_by_hand.py, of the library's trainer in
 tests/support/recipes_by_library.py, of two processes, and of a run that resumed after SIGKILL. Then all of them run
 in float32, in turns, and their processor time is compared. Three programs of examples/programs take part too: their loops by
-hand are those of tests/support/programs_by_hand.py, and what resumes is the matter of another test.
+hand are in tests/support/programs_by_hand.py, and another test resumes them.
 """
 
 import importlib
@@ -34,18 +35,16 @@ from interleaving import interleave, table
 from programs import PROGRAMS, lines_of, program
 
 ROOT = Path(__file__).parent.parent
-PAGE, PICTURE = ROOT / "docs/recipes.md", ROOT / "docs/pictures/recipes.png"
-BEGIN, END = "<!-- written by benchmarks/recipes.py -->\n", "<!-- end -->\n"
+PAGE, PICTURES, END = ROOT / "docs/recipes.md", ROOT / "docs/pictures", "<!-- end -->\n"
 
 
 class Recipe(NamedTuple):
-    """What is run, and how it is shown.
+    """A run that is compared, and how it is shown.
 
     Attributes:
         library: whose environment it runs in; None: that of this process.
         length: of the timed run, in epochs; of a program in updates, or in rounds.
         compared: of the run in float64.
-        rounds: in which times are compared, for each that the command is to have; a short run takes part in more.
         score: what is evaluated after the run; none if empty.
         curve: what each number of the curve is.
         unit: of the curve.
@@ -54,7 +53,6 @@ class Recipe(NamedTuple):
     library: str | None
     length: int
     compared: int = 2
-    rounds: int = 1
     score: str = ""
     curve: str = "loss"
     unit: str = "update"
@@ -64,10 +62,12 @@ RECIPES = {
     "finetune_lora": Recipe("peft", 15, score="loss"),
     "train_vit": Recipe("timm", 15, score="accuracy"),
     "segment_monai": Recipe("monai", 8, score="dice"),
-    "dpo": Recipe("trl", 120, compared=20, rounds=3),
-    "grpo": Recipe("trl", 120, compared=20, rounds=3, curve="reward"),
-    "ppo": Recipe(None, 40, compared=10, rounds=3, curve="reward", unit="round"),
+    "dpo": Recipe("trl", 120, compared=20),
+    "grpo": Recipe("trl", 120, compared=20, curve="reward"),
+    "ppo": Recipe(None, 40, compared=10, curve="reward", unit="round"),
 }
+# Each has a table and a picture of this name.
+GROUPS = {"recipes": ("finetune_lora", "train_vit", "segment_monai"), "preferences": ("dpo", "grpo", "ppo")}
 TRAINERS = {
     "finetune_lora": "transformers' `Trainer`",
     "segment_monai": "MONAI's `SupervisedTrainer`",
@@ -184,7 +184,10 @@ def compared(name: str, length: int) -> dict[str, Any]:
 
 
 def timed(name: str, length: int, rounds: int) -> dict[str, Any]:
-    """Times to that by hand, without what a run costs to begin, and the curves and scores of each in float32."""
+    """Times to that by hand, and the curves and scores of each in float32.
+
+    The run of a program is short, so what it costs to begin is left out.
+    """
     torch.set_default_dtype(torch.float32)
     last: dict[str, Any] = {}
 
@@ -196,7 +199,7 @@ def timed(name: str, length: int, rounds: int) -> dict[str, Any]:
             return time.process_time() - started
 
     def without_beginning(who: str, run: Run) -> float:
-        beginning = seconds(who, run, 1)
+        beginning = seconds(who, run, 1) if name in PROGRAMS else 0.0
         return seconds(who, run, length) - beginning
 
     runs = {who: partial(without_beginning, who, run) for who, run in contestants(name).items()}
@@ -210,7 +213,7 @@ def measure(name: str, output: Path, length: int, rounds: int) -> None:
     torch.set_num_threads(1)
     found = compared(name, min(length, RECIPES[name].compared))
     if rounds:
-        found |= timed(name, length, rounds * RECIPES[name].rounds)
+        found |= timed(name, length, rounds)
     output.write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -276,15 +279,15 @@ def rows(name: str, found: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return cells
 
 
-def draw(results: Mapping[str, Mapping[str, Any]]) -> None:
+def draw(results: Mapping[str, Mapping[str, Any]], picture: Path) -> None:
     """The curve of each recipe, ours over that by hand."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(-(-len(results) // 3), 3, figsize=(10.2, 5.8), layout="constrained")
-    for axes, (name, found) in zip(panels.flat, results.items(), strict=True):
+    figure, panels = plt.subplots(1, len(results), figsize=(3.4 * len(results), 2.9), layout="constrained", squeeze=False)
+    for axes, (name, found) in zip(panels[0], results.items(), strict=True):
         for who, colour, width, style in (
             ("by hand", "#9bb8d9", 3.5, "-"),
             ("ours", "#1d4e89", 1.0, "-"),
@@ -296,7 +299,26 @@ def draw(results: Mapping[str, Mapping[str, Any]]) -> None:
         axes.set(xlabel=RECIPES[name].unit, ylabel=RECIPES[name].curve)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8)
-    figure.savefig(PICTURE, dpi=130)
+    figure.savefig(picture, dpi=130)
+
+
+def record(results: Mapping[str, Mapping[str, Any]], rounds: int, *, show: bool) -> None:
+    """Writes table and picture of each group that was measured; tables of single recipes are shown."""
+    when = (
+        f"{datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, a load of {os.getloadavg()[1]:.0f} on {os.cpu_count()} cores"
+    )
+    of = f"median and quartiles of {rounds} rounds" if rounds > 1 else "of one round"
+    for group, names in GROUPS.items():
+        chosen = {name: results[name] for name in names if name in results}
+        text = table(HEAD, [row for name, found in chosen.items() for row in rows(name, found)]) + "\n\n"
+        text += f"Processor times on one process, {of}. Written on {when}.\n"
+        if show or len(chosen) < len(names):
+            print(text if chosen else "", end="")
+            continue
+        begin = f"<!-- written by benchmarks/recipes.py {' '.join(names)} -->\n"
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+        PAGE.write_text(before + begin + "\n" + text + "\n" + END + rest.partition(END)[2], encoding="utf-8")
+        draw(chosen, PICTURES / f"{group}.png")
 
 
 def main(
@@ -321,20 +343,8 @@ def main(
             raise SystemExit(f"{RECIPES[name].library} cannot be installed: {python}")
         results[name] = measured(name, python, length, rounds)
         print(name, {key: value for key, value in results[name].items() if key != "runs"}, file=sys.stderr, flush=True)
-    if not rounds:
-        return
-    when = (
-        f"{datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, a load of {os.getloadavg()[1]:.0f} on {os.cpu_count()} cores"
-    )
-    text = table(HEAD, [row for name, found in results.items() for row in rows(name, found)]) + "\n\n"
-    counts = " or ".join(str(count) for count in sorted({rounds * RECIPES[name].rounds for name in chosen}))
-    text += f"Processor times on one process: medians of {counts} rounds, with quartiles. Written on {when}.\n"
-    if show or {*chosen} != {*RECIPES}:
-        print(text)
-        return
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(before + BEGIN + "\n" + text + "\n" + END + rest.partition(END)[2], encoding="utf-8")
-    draw(results)
+    if rounds:
+        record(results, rounds, show=show)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def validation_loss(name: str, folder: Path, samples: int, python: str = sys.exe
 
 
 def printed_by(command: list[str], folder: Path) -> str:
-    """What a command prints that is run in this folder."""
+    """The output of a command that is run in this folder."""
     paths = os.pathsep.join([str(FOLDER.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": paths}
     return subprocess.run(

@@ -96,7 +96,7 @@ def segment_monai(recipe: Any, epochs: int, directory: Path) -> Trained:
 
 
 def as_causal_lm(program: Any, speaker: nn.Module, directory: Path) -> tuple[Any, Any]:
-    """The model of a program as one of transformers, which is saved so that a reference can be loaded, and a tokenizer."""
+    """A language model of transformers around the model of a program, saved as a reference to load, and a tokenizer."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -131,7 +131,7 @@ def as_causal_lm(program: Any, speaker: nn.Module, directory: Path) -> tuple[Any
     return model, FastTokenizer(tokenizer_object=tokenizer, pad_token=words[0], eos_token=words[0])
 
 
-# What the trainers of TRL have to be told to do what the programs do.
+# Settings with which the trainers of TRL do the same as the programs.
 BARE = {
     "gradient_accumulation_steps": 2,
     "max_grad_norm": 0,
