@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import check_state_dict, describe, positive_int
-from ignite_train.carried import Carried
 from ignite_train.data.grouping import MicroBatchGrouping
 from ignite_train.data.run_data import RunData, known_size
 from ignite_train.engine.dispatch import Attachable, Stateful, add_counters
@@ -35,7 +34,7 @@ from ignite_train.model.precision import refuse_cached_autocast
 from ignite_train.other_words import made_by, refuse_arguments, refuse_attribute
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback, RankRequests
-from ignite_train.state import TrainState, UpdateOutput
+from ignite_train.state import Carried, TrainState, UpdateOutput
 
 __all__ = ["DefaultHandler", "Moments", "OutputTransform", "Process", "Replicas", "Trainer"]
 
@@ -115,17 +114,18 @@ class Replicas:
     Attributes:
         are_equal: False while replicas that train locally differ.
         are_elastic: whether they come and go, so that others take part though there is one rank.
-        have_one_rank: whether this is the only process; asked once.
+        rank: the number of this process, and `num_ranks` how many there are; asked once.
     """
 
     are_equal: bool = True
     are_elastic: bool = False
-    have_one_rank: bool = field(default_factory=lambda: collectives.world_size() == 1)
+    rank: int = field(default_factory=collectives.rank)
+    num_ranks: int = field(default_factory=collectives.world_size)
 
     @property
     def is_alone(self) -> bool:
         """Whether a request need not travel to others."""
-        return self.have_one_rank and not self.are_elastic
+        return self.num_ranks == 1 and not self.are_elastic
 
 
 class Trainer(Loop):
@@ -480,7 +480,7 @@ class Trainer(Loop):
             self.progress.warned.add("spoilt")
             self.logger.warning(
                 "an update that an exception broke off has moved buffers of the model, such as running statistics, and they "
-                "were not put back, since no Checkpoint was attached then; this checkpoint is of a run that is not bitwise the "
+                "were not put back, since no Checkpoint was attached then; checkpoints are of a run that is not bitwise the "
                 "one without the exception; attach Checkpoint before the first run"
             )
 

@@ -132,11 +132,13 @@ class CheckpointDirectory:
 
     Attributes:
         frozen: the frozen weights of this rank that need not be written again; None before the first.
+        later_than: the serial number of the newest checkpoint that a mirror has; what is written here comes after it.
     """
 
     def __init__(self, path: Path, disk: Disk, lock: DirectoryLock | None = None) -> None:
         self.path, self.disk, self.lock = path, disk, lock
         self.frozen: FrozenFile | None = None
+        self.later_than = 0
         self._being_removed: set[str] = set()  # by this process; a run that broke off may still do it beside the next
         self._manifests: dict[str, Manifest] = {}
         self._frozen_names: list[str] = []  # what the latest scan has found
@@ -250,7 +252,7 @@ class CheckpointDirectory:
         for failure in failed:
             if not isinstance(failure, DamagedCheckpointError):  # it may be the newest, which this one must come after
                 raise failure
-        manifest = replace(manifest, serial=1 + max((other.serial for _, other in found), default=0))
+        manifest = replace(manifest, serial=1 + max([self.later_than, *(other.serial for _, other in found)]))
         sealed = seal(manifest)
         parse_manifest(sealed)  # what no reader accepts must not be committed
         self.disk.write_file(directory / MANIFEST, iter([memoryview(sealed)]))
@@ -267,6 +269,17 @@ class CheckpointDirectory:
         self.disk.sync_directory(self.path)
         self._manifests[name] = manifest
         return name
+
+    def adopt(self, unfinished: str, name: str) -> None:
+        """Puts in place a checkpoint that lies whole in the directory `unfinished`, with its frozen weights beside it."""
+        source = self.path / unfinished
+        self.disk.sync_directory(source / name)
+        self._check_lock()
+        if name in self.disk.names(self.path):
+            self.set_aside(name)  # its manifest is damaged, or it would not be replaced
+        for one in [*filter(is_frozen_name, self.disk.names(source)), name]:
+            self.disk.rename(source / one, self.path / one)
+            self.disk.sync_directory(self.path)
 
     def prune(self, retention: Retention, *, newest: Path | None = None) -> None:
         """Removes the checkpoints that `retention` does not keep. Each is renamed first, so that none is read half removed.

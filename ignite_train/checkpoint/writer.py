@@ -6,31 +6,65 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ignite_train.checkpoint.directory import CheckpointDirectory, Contents, commit, together
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.lock import DirectoryLock
 from ignite_train.checkpoint.manifest import Manifest
+from ignite_train.checkpoint.mirror import Mirror
 from ignite_train.checkpoint.retention import Retention
-from ignite_train.checkpoint.tensor_files import Snapshot, await_devices
+from ignite_train.checkpoint.tensor_files import Piece
+from ignite_train.device.streams import has_streams
 from ignite_train.errors import CheckpointError, LockTakenOverError
+from ignite_train.internals.of_torch import foreach_copy_
 from ignite_train.ranks import collectives
 
-__all__ = ["GIVE_UP_AFTER", "CheckpointWriter"]
+__all__ = ["GIVE_UP_AFTER", "CheckpointWriter", "Snapshot"]
 
 GIVE_UP_AFTER = 5
 _PATIENCE_SECONDS = 30.0  # for a removal that is under way, when the run breaks off
 _NICENESS = 7  # of the thread beside training, more than that of the process
 _WAITS_FOR_THREADS = _THREAD = "Checkpoint"  # HangWatch looks for the first name in the file where a thread stands
 
+_DEVICE = attrgetter("data.device")  # of a piece
+
 _logger = logging.getLogger(__name__)
+
+
+class Snapshot:
+    """Copies of tensors in the memory of the host, in buffers that the next snapshot uses again: one copy of the state.
+
+    The first one also has to get the memory; pages that were never touched cost more than the copy itself.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[str, Tensor] = {}
+        self._layouts: dict[str, tuple[torch.dtype, torch.Size, tuple[int, ...]]] = {}
+
+    def take(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+        """Copies the numbers of `pieces`. Synchronises with the devices that hold some."""
+        layouts = {name: (piece.data.dtype, piece.data.shape, piece.data.stride()) for name, piece in pieces.items()}
+        buffers = {
+            name: self._memory[name] if self._layouts.get(name) == layouts[name] else _empty_copy(piece.data)
+            for name, piece in pieces.items()
+        }
+        sources = [piece.data for piece in pieces.values()]
+        if sources:
+            foreach_copy_([*buffers.values()], sources, non_blocking=True)
+        _await_devices(pieces)
+        self._memory, self._layouts = buffers, layouts
+        return {name: Piece(buffers[name], piece.box, piece.whole) for name, piece in pieces.items()}
 
 
 class CheckpointWriter:
@@ -42,6 +76,7 @@ class CheckpointWriter:
         asynchronous: whether training continues while a thread writes.
         warns: whether a failure is logged; otherwise it is raised.
         give_up_after: this many failures in a row are raised in any case.
+        mirror: where each checkpoint is copied once it is committed. The save is over when the copy is.
 
     Attributes:
         directory: what they are written to.
@@ -50,10 +85,17 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, path: Path, retention: Retention, *, asynchronous: bool, warns: bool, give_up_after: int = GIVE_UP_AFTER
+        self,
+        path: Path,
+        retention: Retention,
+        *,
+        asynchronous: bool,
+        warns: bool,
+        give_up_after: int = GIVE_UP_AFTER,
+        mirror: Mirror | None = None,
     ) -> None:
         self.retention, self.asynchronous, self.warns, self.give_up_after = retention, asynchronous, warns, give_up_after
-        self.directory = CheckpointDirectory(path, Disk(), DirectoryLock(path))
+        self.directory, self.mirror = CheckpointDirectory(path, Disk(), DirectoryLock(path)), mirror
         self.latest: Path | None = None
         self.has_lost_one = False
         self._is_taken_over = False
@@ -66,6 +108,7 @@ class CheckpointWriter:
         self._process = os.getpid()  # which started it; a forked one does not have it
         self._is_pending = False  # a save that the run has not waited for
         self._durable = threading.Event()  # that save is, or has failed
+        self._place = "disk"  # or "mirror": what it is being written to, or has failed at
         self._error: BaseException | None = None
 
     @property
@@ -81,14 +124,17 @@ class CheckpointWriter:
     def holding(self) -> Iterator[None]:
         """Keeps other runs from writing to the directory until the end of the `with`. Collective.
 
-        A directory that does not exist yet, or cannot be written to, is taken by the first save.
+        A directory that does not exist yet, or cannot be written to, is taken by the first save. The newest and the best
+        checkpoints are fetched from the mirror, where the directory lacks them.
 
         Raises:
-            CheckpointError: another run writes to it.
+            CheckpointError: another run writes to it, or the mirror cannot be reached.
         """
         self._is_held, patience = True, _PATIENCE_SECONDS
         try:
             together(collectives.gather_objects, "taking the directory of the checkpoints", self._hold)
+            if self.mirror is not None:
+                self.mirror.fetch(self.directory, self.retention, collectives.gather_objects)
             yield
             patience = threading.TIMEOUT_MAX
         finally:
@@ -134,6 +180,15 @@ class CheckpointWriter:
         """Notes that the run resumes from a checkpoint that every rank has read whole."""
         self.latest, self._is_taken_over = path, True
 
+    def catch_up(self) -> None:
+        """Copies to the mirror what the process before has not copied: a run that is over would never save again. Collective.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        if self.mirror is not None:
+            self.attempt(partial(self.mirror.send, self.directory, self.retention, collectives.gather_objects))
+
     def attempt(self, work: Callable[[], object]) -> None:
         """Does something of what a save does, so that an error is found now. Collective.
 
@@ -168,7 +223,7 @@ class CheckpointWriter:
             frozen = {} if known else Snapshot().take(contents.frozen)  # copied once, so without memory that stays
             contents = replace(contents, pieces=self._snapshot.take(contents.pieces), frozen=frozen)
         else:
-            await_devices(contents.pieces | contents.frozen)  # the thread that writes does not know the streams of this one
+            _await_devices(contents.pieces | contents.frozen)  # the thread that writes does not know the streams of this one
         if self._is_held and self._thread is None:
             target = partial(_do, self._work, calm=self.asynchronous)
             thread = threading.Thread(target=target, name=_THREAD, daemon=True)
@@ -199,9 +254,9 @@ class CheckpointWriter:
         if error is None:
             self._failures = 0
         else:
-            self._report(error, is_last=is_last)
+            self._report(error, is_last=is_last, place=self._place)
 
-    def _report(self, error: BaseException, *, is_last: bool) -> None:
+    def _report(self, error: BaseException, *, is_last: bool, place: str = "disk") -> None:
         if not isinstance(error, Exception):  # Ctrl-C, in a save between runs
             raise error
         self._failures += 1
@@ -210,11 +265,11 @@ class CheckpointWriter:
         if isinstance(error, LockTakenOverError):
             raise error
         if is_last:
-            raise CheckpointError(f"{error}; the run is over, and its last state is not on the disk") from error
+            raise CheckpointError(f"{error}; the run is over, and its last state is not on the {place}") from error
         if self._failures >= self.give_up_after:
             raise CheckpointError(
                 f"{error}; that is failure {self._failures} in a row, and give_up_after={self.give_up_after}: make the "
-                "directory writable, and start again"
+                f"{'directory' if place == 'disk' else place} writable, and start again"
             ) from error
         self.has_lost_one = True
         if collectives.is_main_rank():
@@ -225,7 +280,7 @@ class CheckpointWriter:
         if not self._is_pending or self._process != os.getpid():
             return
         if not self._durable.wait(patience_seconds):
-            why = "the disk is slow, or other ranks do not answer"
+            why = f"the {self._place} is slow, or other ranks do not answer"
             _logger.warning(f"the last checkpoint is not written after another {patience_seconds:g} s: {why}")
         elif self._error is not None:
             _logger.warning(f"the last checkpoint was not written: {self._error}")
@@ -235,20 +290,36 @@ class CheckpointWriter:
 
         def note_durable(path: Path) -> None:
             self.latest = path
-            durable.set()
+            if self.mirror is None:
+                durable.set()
 
+        self._place = "disk"
         try:
             if self._is_taken_over and collectives.is_main_rank():  # by a process that was killed too early to remove it
                 self.directory.prune(self.retention, newest=self.latest)
             self._is_taken_over = False
             exchange = partial(collectives.gather_objects, group=self._group)
             commit(self.directory, contents, manifest, self.retention, exchange, note_durable)
+            if self.mirror is not None:
+                self._place = "mirror"
+                self.mirror.send(self.directory, self.retention, exchange)
         except BaseException as error:
             self._error = error
         finally:
             if not self._is_held:
                 self._release()
             durable.set()
+
+
+def _await_devices(pieces: Mapping[str, Piece]) -> None:
+    """Returns when the devices have finished the work that `pieces` may depend on. Synchronises."""
+    for device in {*map(_DEVICE, pieces.values())}:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)  # sync
+
+
+def _empty_copy(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=has_streams(tensor.device))
 
 
 def _do(work: SimpleQueue[Callable[[], None] | None], *, calm: bool) -> None:

@@ -95,7 +95,11 @@ def data_ranks_of(model: nn.Module, data_dims: Sequence[str] | None, *, all_diff
     for name in data_dims:
         if name not in names:
             among = ", ".join(map(repr, names))
-            raise ValueError(f"data_dims must have names among {among}, got {name!r}{did_you_mean(name, names)}")
+            raise ValueError(
+                f"data_dims must have names among {among}, got {name!r}{did_you_mean(name, names)}; if the model's mesh has "
+                f"{name!r}, an earlier mesh of this process has a part with the same ranks and names, and torch takes that "
+                "part: give the dimensions of the two meshes different names"
+            )
     table, dims = _table(mesh, data_dims)
     return DataRanks(tuple(map(tuple, table)), mesh, dims)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -84,6 +84,32 @@ def _made(options: dict[str, Any]) -> str:
 def test_wrong_options_are_refused(four: Ranks, options: dict[str, Any], words: str) -> None:
     for message in four.run(_made, options):
         assert re.match(words, message), message
+
+
+def _named_alike(name: str) -> str:
+    """A model on a mesh of two dimensions, after another on a mesh whose only dimension has this name and the same ranks."""
+    first = LAYOUTS["TP4"]._replace(names=("inner",))
+    second = LAYOUTS["TP2 x DP2"]._replace(shape=(1, 4), names=("outer", name), data_dims=("outer",), feeds=("outer",))
+    meshes.on_mesh(first)
+    model, mesh = meshes.on_mesh(second)
+    known = {one.device_mesh for one in model.parameters() if isinstance(one, DTensor)}
+    assert known == {mesh[name]}
+    try:
+        meshes.trainer_of(second, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_mesh_that_torch_takes_for_an_earlier_one_is_told(four: Ranks) -> None:
+    """Equal parts of two meshes are one for the caches of DTensor, so that a parameter has the mesh that was made first."""
+    for message in four.run(_named_alike, "inner"):
+        assert message == (
+            "data_dims must have names among 'inner', got 'outer'; if the model's mesh has 'outer', an earlier mesh of this "
+            "process has a part with the same ranks and names, and torch takes that part: give the dimensions of the two "
+            "meshes different names"
+        )
+    assert four.run(_named_alike, "other") == [""] * 4
 
 
 def _unlike(odd_rank: int) -> tuple[int, ...]:

@@ -193,7 +193,7 @@ LAYOUTS = {
 
 
 UNUSUAL = {
-    # Not "tp" for four ranks: torch takes a mesh for an equal one of the same process, as that of TP4, and then knows no "dp".
+    # Not "tp" for four ranks: that part would be equal to the mesh of TP4, which torch then takes for it; that has no "dp".
     "TP4 x DP1": LAYOUTS["TP2 x DP2"]._replace(shape=(1, 4), names=("dp", "wide")),
     "TP1 x DP4": LAYOUTS["TP2 x DP2"]._replace(shape=(4, 1)),
     "TP4 x FSDP1": LAYOUTS["TP2 x FSDP2"]._replace(shape=(1, 4), names=("dp", "wide")),
