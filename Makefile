@@ -66,7 +66,7 @@ ignite-suite: $(INSTALLED)  ## Ignite's own tests, and the code of its documenta
 libraries: $(INSTALLED)  ## training with the libraries that people use, into docs/libraries.md; LIBRARIES="timm peft" for some; downloads some GB once
 	$(BIN)/python tests/libraries/run.py $(LIBRARIES)
 
-recipes: $(INSTALLED)  ## LoRA, a ViT and a segmentation beside loops by hand and the libraries' own trainers, into docs/recipes.md
+recipes: $(INSTALLED)  ## LoRA, a ViT, a segmentation, DPO, GRPO and PPO beside loops by hand and the libraries' own trainers, into docs/recipes.md
 	$(BIN)/python benchmarks/recipes.py
 
 migration: $(INSTALLED) $(BENCH_INSTALLED)  ## the scripts of docs/migration.md, of the peers and ours, with their numbers compared; downloads the peers once

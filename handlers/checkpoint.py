@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ignite.engine import Engine, Events
-from torch import nn
 
 from ignite_train.arguments import directory_of, mapping_of, one_of, positive_int
 from ignite_train.checkpoint.cadence import Cadence
-from ignite_train.checkpoint.capture import capture, handler_settings, plain_config, versions
-from ignite_train.checkpoint.directory import Contents, together, try_out
+from ignite_train.checkpoint.capture import HeldState, capture, handler_settings, plain_config, versions
+from ignite_train.checkpoint.directory import together, try_out
 from ignite_train.checkpoint.disk import refuse_other_systems
-from ignite_train.checkpoint.held_state import HeldState
 from ignite_train.checkpoint.manifest import Manifest, seal
 from ignite_train.checkpoint.mirror import Mirror
 from ignite_train.checkpoint.read_checkpoint import best
@@ -46,7 +44,6 @@ class BestCheckpoint(NamedTuple):
 
 
 _logger = logging.getLogger(__name__)
-_EMPTY: dict[str, list[Any]] = {"dict": []}  # the tree of an empty state_dict
 _PATIENCE_SECONDS = 30.0  # for a save in flight, when the run breaks off
 
 
@@ -135,6 +132,8 @@ class Checkpoint(Handler):
     """
 
     is_collective = True
+    _run: SavedRun  # as the next, since `attach`
+    _resumption: Resumption
 
     def __init__(
         self,
@@ -191,10 +190,7 @@ class Checkpoint(Handler):
         self.held_seconds = self.total_held_seconds = 0.0
         self._leave_out, self._script_wins = checked_names("leave_out", leave_out), checked_names("script_wins", script_wins)
         self._frozen_once, self._held = one_of("frozen", frozen, ("each", "once")) == "once", HeldState()
-        self._run: SavedRun | None = None
-        self._resumption: Resumption | None = None
-        self._is_running = self._has_warned = False
-        self._empty: set[str] = set()  # names in `to_save` that a warning was given for
+        self._is_attached = self._is_running = self._has_warned = False
         self._untried_until = math.inf  # the number of steps after which the state is tried once more
         self._facts: dict[str, Any] | None = None  # what each manifest of the running run says of its settings
 
@@ -229,7 +225,7 @@ class Checkpoint(Handler):
             CheckpointError: no checkpoint has a score, or it cannot be read.
             RuntimeError: `attach` was not called, or the run has not ended.
         """
-        run, _ = self._attached()
+        self._refuse_unattached()
         if self._is_running:
             raise RuntimeError(
                 "load_best() was called during the run, which would save the best weights as the latest; call it after"
@@ -238,14 +234,14 @@ class Checkpoint(Handler):
         found = together(collectives.gather_objects, "looking for the best checkpoint", lambda: self.best)[0]
         if found is None:
             raise CheckpointError(f"{self.directory} has no checkpoint with a score; pass Checkpoint(..., score='loss')")
-        model = run.objects().modules["model"]
+        model = self._run.objects().modules["model"]
         together(collectives.gather_objects, f"loading {found.path}", lambda: restore_model(found.path, model))
         self.cadence.note_loaded()
         return found
 
     def scores(self) -> list[tuple[Engine, str | None]]:
         """The one by which a state is the best, if one was named."""
-        evaluator, score = None if self._run is None else self._run.evaluator, self.cadence.score
+        evaluator, score = self._run.evaluator if self._is_attached else None, self.cadence.score
         return [] if evaluator is None or score is None else [(evaluator, score)]
 
     def rows_at_end(self) -> list[tuple[str, str]]:
@@ -268,7 +264,7 @@ class Checkpoint(Handler):
         """
         if trainer.resume_with is not None:
             raise ValueError("a trainer must have one Checkpoint at most, got a second; give the first more cadences")
-        if self._run is not None:
+        if self._is_attached:
             raise ValueError(
                 "Checkpoint must be attached to one trainer, got a second; make another in a directory of its own, or pass the "
                 "second trainer to the first in to_save"
@@ -287,7 +283,7 @@ class Checkpoint(Handler):
             frozen_once=self._frozen_once,
         )
         run.refuse_odd_optimizers()
-        self._run = run
+        self._run, self._is_attached = run, True
         self._resumption = Resumption(run, self.saver, self.config, self.on_changed_data)
         self._follow_evaluations()
         for one in (trainer, *run.trainers.values()):
@@ -315,7 +311,7 @@ class Checkpoint(Handler):
             self.restore(resume)
             self.saver.catch_up()
             yield
-            self._attached()[1].finish()
+            self._resumption.finish()
 
     def restore(self, resume: str | Path) -> None:
         """Puts the run back to the state that `resume` names. `trainer.run` calls it; see there. Collective.
@@ -328,20 +324,21 @@ class Checkpoint(Handler):
             CheckpointError: no checkpoint was found where one must be, or none is whole, or it is of another run.
             RuntimeError: `attach` was not called.
         """
-        run, resumption = self._attached()
+        self._refuse_unattached()
         self.saver.wait()
-        run.begin(self._held.names(run))
-        manifest = resumption.restore(resume)
+        self._run.begin(self._held.names(self._run))
+        manifest = self._resumption.restore(resume)
         if manifest is not None:
             self.cadence.note_resumed(manifest)
 
     def forget_resumed(self) -> None:
         """The run has got another state since it resumed: that of the checkpoint is not put back any more."""
-        self._attached()[1].finish()
+        self._resumption.finish()
 
     def _start(self, trainer: Trainer) -> None:
         """When `run` begins: prepares saving, and says what may not be exact."""
         self._is_running = True
+        self._warn_of_traces()
         self._follow_evaluations()
         self.saver.prepare()
         if collectives.is_main_rank() and not self._has_warned and trainer.state.dataloader is not None:
@@ -351,7 +348,7 @@ class Checkpoint(Handler):
 
     def _follow_evaluations(self) -> None:
         """Looks at the score after all other handlers of the evaluation. On a stock engine it is moved to the end."""
-        evaluator, event = self._attached()[0].evaluator, Events.COMPLETED
+        evaluator, event = self._run.evaluator, Events.COMPLETED
         if evaluator is None or self.cadence.score is None:
             return
         is_attached = evaluator.has_event_handler(self._after_evaluation, event)
@@ -373,36 +370,32 @@ class Checkpoint(Handler):
 
     def _put_back(self, trainer: Trainer) -> None:
         """After all other handlers of STARTED. In the middle of an epoch EPOCH_STARTED follows, where metrics reset."""
-        run, resumption = self._attached()
-        self._held.note(run)
+        self._held.note(self._run)
         if trainer.state_dict()["epoch_iteration"] == 0:
-            resumption.put_back_objects()
+            self._resumption.put_back_objects()
 
     def _try_out(self, trainer: Trainer) -> None:
         """After all other handlers of STARTED: an error that each save would meet is found before the first batch."""
-        run, _ = self._attached()
-        self._facts = self._settings(run)
-        seal(self._manifest(run))
-        contents = self._capture(run)
+        self._facts = self._settings()
+        seal(self._manifest())
+        contents = capture(self._run, self._held)
         self.saver.attempt(lambda: try_out(self.saver.directory, contents, collectives.gather_objects))
         self._untried_until = trainer.state.num_steps  # an optimizer has no state before its first step
 
     # --- when the run is saved --------------------------------------------------------------------------------------------
 
     def _after_evaluation(self, evaluator: Engine) -> None:
-        run, _ = self._attached()
         if self.saver.warns:
             self.saver.wait()  # the best may be in a save that fails
         if self.saver.has_lost_one:
             self.cadence.best_score, self.saver.has_lost_one = self._best_on_disk(), False
-        self.cadence.note_evaluation(run.trainer.state.iteration, evaluator.state.metrics)
+        self.cadence.note_evaluation(self._run.trainer.state.iteration, evaluator.state.metrics)
 
     def _after_update(self, trainer: Trainer) -> None:
         if trainer.state.num_steps > self._untried_until:
             self._untried_until = math.inf
-            run, _ = self._attached()
-            contents = self._capture(run)
-            check = partial(check_contents, contents, run)
+            contents = capture(self._run, self._held)
+            check = partial(check_contents, contents, self._run)
             what = "trying to save the state after the first step"
             self.saver.attempt(lambda: together(collectives.gather_objects, what, check))
         is_last = trainer.should_terminate  # then the handlers of the end come next, and they save
@@ -415,10 +408,10 @@ class Checkpoint(Handler):
 
     def _at_end(self) -> None:
         """Saves the last state if it is not saved yet, and waits until it is on the disk."""
-        self._attached()[1].put_back_objects()  # where the run was stopped before its epoch was continued
+        self._resumption.put_back_objects()  # where the run was stopped before its epoch was continued
         if self.cadence.is_due_at_end(self._moment()):
             self._save(is_last=True)
-        with self._attached()[0].trainer.section("checkpoint"):
+        with self._run.trainer.section("checkpoint"):
             self.saver.wait(is_last=True)
 
     def _stop(self) -> None:
@@ -437,76 +430,59 @@ class Checkpoint(Handler):
             CheckpointError: the save before failed, or some state cannot be stored; or, between runs, this save failed.
             RuntimeError: `attach` was not called.
         """
-        run, _ = self._attached()
-        if self._is_running and not run.is_between_updates:
+        self._refuse_unattached()
+        if self._is_running and not self._run.is_between_updates:
             self.cadence.request()
             return
+        self._warn_of_traces()
         # When the functions of `on_exit` are called the run is over too, and nothing waits for a thread any more.
         self._save(is_last=not self._is_running)
 
     # --- saving -----------------------------------------------------------------------------------------------------------
 
     def _save(self, *, is_last: bool = False) -> None:
-        started = time.monotonic()
-        run, _ = self._attached()
+        started, run = time.monotonic(), self._run
         with run.trainer.section("checkpoint"):
             for trainer in (run.trainer, *run.trainers.values()):
                 trainer.verify_ranks()  # a state on which the ranks do not agree must not be saved
-                trainer.warn_if_spoilt()
-            self.saver.save(self._capture(run), self._manifest(run), is_last=is_last)
-        self.cadence.note_save(self._moment(), run.trainer.state.iteration, started)
+            manifest = self._manifest()
+            self.saver.save(capture(run, self._held), manifest, is_last=is_last)
+        self.cadence.note_save(self._moment(), manifest.score, started)
         self.held_seconds = time.monotonic() - started
         self.total_held_seconds += self.held_seconds
 
-    def _capture(self, run: SavedRun) -> Contents:
-        """What this rank writes; warns of state that no checkpoint holds."""
-        contents = capture(run)
-        if collectives.is_main_rank() and contents.failure is None:
-            self._held.warn(run, contents)
-            if self.to_save:
-                self._warn_of_empty(run, contents)
-        return contents
+    def _warn_of_traces(self) -> None:
+        """Warns of what an update has left that broke off before this was attached: since then each remembers everything."""
+        for trainer in (self._run.trainer, *self._run.trainers.values()):
+            trainer.warn_if_spoilt()
 
-    def _warn_of_empty(self, run: SavedRun, contents: Contents) -> None:
-        """Warns once of each object of the user's that gives nothing to save: metrics of torchmetrics do not by default."""
-        has_begun = run.trainer.state.iteration > 0
-        for name, entry in self.to_save.items():
-            is_empty = contents.trees.get(f"to_save/{name}") == _EMPTY
-            if is_empty and name not in self._empty and (has_begun or isinstance(entry, nn.Module)):
-                self._empty.add(name)
-                _logger.warning(
-                    f"to_save[{name!r}] gives an empty state_dict, so a resumed run starts without its state; for a metric of "
-                    "torchmetrics, call metric.persistent(True) before the run"
-                )
-
-    def _manifest(self, run: SavedRun) -> Manifest:
+    def _manifest(self) -> Manifest:
         """What is known of the checkpoint so far; the files and the serial number are added when it is committed."""
-        state = run.trainer.state
+        state = self._run.trainer.state
         score = self.cadence.score_of(state.iteration)
         return Manifest(
             update=state.iteration,
             epoch=state.epoch,
             serial=0,
-            world_size=collectives.world_size(),
+            world_size=self._run.trainer.replicas.num_ranks,
             score=None if score is None or not math.isfinite(score) else score,
             files={},
-            **(self._facts or self._settings(run)),
+            **(self._facts or self._settings()),
         )
 
-    def _settings(self, run: SavedRun) -> dict[str, Any]:
-        config = plain_config(self.config, run.trainer.config, handler_settings(run.engines))
+    def _settings(self) -> dict[str, Any]:
+        config = plain_config(self.config, self._run.trainer.config, handler_settings(self._run.engines))
         return {"config": config, "versions": versions()}
 
     def _moment(self) -> tuple[Any, ...]:
         """Where the run is: a state is saved once for each moment."""
-        trainer = self._attached()[0].trainer
+        trainer = self._run.trainer
         epochs_completed = trainer.state.epoch - trainer.progress.epoch_open
         return trainer.state.iteration, epochs_completed, trainer.progress.ended
 
-    def _attached(self) -> tuple[SavedRun, Resumption]:
-        if self._run is None or self._resumption is None:
+    def _refuse_unattached(self) -> None:
+        if not self._is_attached:
             raise RuntimeError("attach(trainer) must be called first")
-        return self._run, self._resumption
 
 
 def _lower_is_better(score: str | None, mode: Literal["min", "max"] | None) -> bool:

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ignite_train.arguments import COUNT, MAPPING, check_fields, check_same_model, describe, one_of, positive_int
+from ignite_train.checkpoint.run_objects import SavedOptimizer
 from ignite_train.errors import NonFiniteError
 from ignite_train.kinds_of_handlers import Handler
-from ignite_train.model.optimizers import load_optimizer_state
 from ignite_train.ranks import collectives
 from ignite_train.ranks.replicas import mean_over_ranks
 from ignite_train.trainer import Trainer
@@ -147,7 +147,7 @@ class OuterOptimizer(Handler):
         saved = state_dict["weights"]
         check_same_model(saved, self._weights)
         self._warn_of_options(state_dict["optimizer"])
-        load_optimizer_state(self.optimizer, state_dict["optimizer"])
+        SavedOptimizer(self.optimizer).load_state_dict(state_dict["optimizer"])
         self.num_outer_steps = state_dict["num_outer_steps"]
         for name, value in self._weights.items():
             value.copy_(saved[name])

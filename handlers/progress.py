@@ -33,6 +33,7 @@ _MAX_COLUMNS = 100
 _REFRESH_SECONDS = 0.1
 _NUMBER_COLUMNS = 7
 _TABLE_COLUMNS = 68  # beside the names of the rows, on a terminal of 80
+_MOST_HINTS = 3
 _TOO_MUCH = 1e24  # for the prefixes of SI
 _LONG_WAIT = 0.1  # a fraction of the time in which the loader is waited for that a line mentions
 _MUCH_SLOWER = 1.5  # times the time of the median rank, for a line to name the slowest
@@ -426,12 +427,14 @@ def _table(trainer: Trainer) -> Iterator[tuple[str, str]]:
     rows: dict[str, list[str]] = {"time": [], "best": [], "memory": [], "files": [], "hint": []}
     for handler in (trainer.checkpoint, *stateful_handlers(trainer).values()):
         for name, text in handler.rows_at_end() if isinstance(handler, Attachable) else ():
-            rows[name].append(text)
+            # Two handlers of one kind, such as two `TrainingMetrics`, may say the same.
+            if text not in rows[name]:
+                rows[name].append(text)
     metrics = trainer.state.metrics
     memory = [name for name in PUBLISHED_METRICS if "memory" in name and name in metrics]
     if memory:
         rows["memory"] = [", ".join(f"{name.replace('memory', '').strip('_')} {metrics[name]:.2f} GiB" for name in memory)]
-    rows["time"] = [*_wrapped(rows["time"])]
+    rows["time"], rows["hint"] = [*_wrapped(rows["time"])], rows["hint"][:_MOST_HINTS]
     for row, texts in rows.items():
         for index, text in enumerate(filter(None, texts)):
             yield row if index == 0 else "", text

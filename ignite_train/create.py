@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from ignite_train.arguments import describe, did_you_mean, one_of, real_number
+from ignite_train.arguments import describe, did_you_mean, one_of, real_number, settings_of
 from ignite_train.data.dealing import ElasticDealing
 from ignite_train.data.grouping import AccumulationSteps, MicroBatchGrouping
 from ignite_train.device.to_device import transfer_to
@@ -188,7 +188,7 @@ def create_trainer(
     update = _new_update(passes, crossing, gradients, stepper, LearningRates(optimizers), limit, limits)
     choose(update, optimizers, compile, takes_state=bound is not forward)
     parts = {"model": update.gather.crossing.module, **optimizers_as_parts(optimizers)}
-    description = _description(accumulation_steps, max_grad_norm, precision, options.reduction, seed) | update.config
+    description = _description(accumulation_steps, max_grad_norm, precision, options.reduction, seed, update.loss_scaling)
     trainer = Trainer(update, _grouping(accumulation_steps, options, crossing), parts, description, state, output_transform)
     _complete(trainer, update, model, options)
     return protect_ranks(trainer, protect, model)
@@ -346,8 +346,8 @@ def create_supervised_trainer(
         y_pred = model_transform(model_fn(model, x))
         if last is not None:
             last.hold(x, y, y_pred)
-        loss = loss_fn(y_pred, y)
-        return ForwardOutput(loss if is_sum else loss * len(y), sample_size=len(y), outputs=(y_pred, y))
+        loss, size = loss_fn(y_pred, y), len(y)
+        return ForwardOutput(loss if is_sum else loss * size, size, outputs=(y_pred, y))
 
     trainer = create_trainer(
         model,
@@ -532,12 +532,15 @@ def _description(
     precision: str,
     reduction: str,
     seed: int | None,
+    scaling: LossScaling,
 ) -> dict[str, Any]:
     """How a trainer was made, in plain types."""
     steps = "a function" if callable(accumulation_steps) else accumulation_steps
     max_grad_norm = dict(max_grad_norm) if isinstance(max_grad_norm, Mapping) else max_grad_norm
     described = {"accumulation_steps": steps, "max_grad_norm": max_grad_norm, "precision": precision, "reduction": reduction}
-    return described if seed is None else {**described, "seed": seed}
+    seeded = {} if seed is None else {"seed": seed}
+    scaled = {"loss_scaling": {"class": type(scaling).__name__, **settings_of(scaling)}} if scaling.enabled else {}
+    return described | seeded | scaled
 
 
 def _seeding(seed: Any, device: torch.device, data_rank: int) -> Seeding | None:

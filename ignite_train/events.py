@@ -76,7 +76,7 @@ class _EveryNthEvent(CallableEventWithFilter):
     def __init__(self, number: int, event: CallableEventWithFilter, early: frozenset[int]) -> None:
         event(every=number)  # raises an error unless it is a number
         super().__init__(event.value, EveryNth(number, early), event.name)
-        self._shown = f"{event!r}(every={number})"
+        self._shown = f"{event}(every={number})"
 
     def __repr__(self) -> str:
         return self._shown

@@ -196,29 +196,41 @@ def as_forward_output(returned: Any, term_totals: TermTotals = OF_THIS_MICRO_BAT
     Raises:
         ForwardContractError: it is nothing of what `Forward` allows; the message says what to return.
     """
+    output = returned if type(returned) is ForwardOutput else _read(returned)
+    if type(output.loss) is not Tensor or term_totals:
+        output = _with_one_loss(output, term_totals)
+    loss, sample_size, logs, _ = output
+    if loss.dim() or not loss.is_floating_point():
+        output = output._replace(loss=_checked_loss(loss))
+    is_number = type(sample_size) in _PLAIN_NUMBERS or _is_number(sample_size)
+    if is_number and not 0 <= sample_size < math.inf:
+        raise ForwardContractError(f"sample_size must be finite and at least 0, forward returned {sample_size!r}")
+    if type(logs) is not dict and not isinstance(logs, Mapping):
+        raise ForwardContractError(f"logs must be a mapping of names to numbers, forward returned {_describe(logs)}")
+    return _with_checked_logs(output) if logs else output
+
+
+def _read(returned: Any) -> ForwardOutput:
+    """What is not a `ForwardOutput`."""
     if isinstance(returned, Tensor):
-        output = ForwardOutput(returned)
-    elif type(returned) is ForwardOutput:
-        output = returned
-    elif isinstance(returned, tuple) and 1 <= len(returned) <= 4:
-        output = ForwardOutput(*returned)
-        if len(returned) == 2 and type(returned[1]) is float:
-            refuse_fraction(returned[1])
-    else:
+        return ForwardOutput(returned)
+    if not isinstance(returned, tuple) or not 1 <= len(returned) <= 4:
         raise ForwardContractError(f"forward returned {_describe(returned)}; {_CONTRACT}")
+    if len(returned) == 2 and type(returned[1]) is float:
+        refuse_fraction(returned[1])
+    return ForwardOutput(*returned)
+
+
+def _with_one_loss(output: ForwardOutput, term_totals: TermTotals) -> ForwardOutput:
+    """The output with one tensor for its loss, of what may be several terms, or no tensor."""
     if term_totals or isinstance(output.loss, dict):
         output = _sum_of_terms(output, term_totals)
-    loss, sample_size, logs, _ = output
-    if type(loss) is not Tensor or loss.dim() != 0 or not loss.is_floating_point():
-        output = output._replace(loss=_checked_loss(loss))
-    is_plain = type(sample_size) in _PLAIN_NUMBERS
-    if not is_plain:
-        _check_size(sample_size)
-    if (is_plain or not isinstance(sample_size, Tensor)) and not 0 <= sample_size < math.inf:
-        raise ForwardContractError(f"sample_size must be finite and at least 0, forward returned {sample_size!r}")
-    if not isinstance(logs, (dict, Mapping)):  # a dict is told apart faster than any mapping
-        raise ForwardContractError(f"logs must be a mapping of names to numbers, forward returned {_describe(logs)}")
-    has_means = False
+    return output if type(output.loss) is Tensor else output._replace(loss=_checked_loss(output.loss))
+
+
+def _with_checked_logs(output: ForwardOutput) -> ForwardOutput:
+    """The output, whose logs are sums now, since all that follows adds them up."""
+    logs, has_means = output.logs, False
     for name, value in logs.items():
         if name not in _checked_names:
             _check_name(name)
@@ -229,8 +241,8 @@ def as_forward_output(returned: Any, term_totals: TermTotals = OF_THIS_MICRO_BAT
             has_means = True
         else:
             _check_number(f"logs[{name!r}]", value)
-    if has_means:  # all that follows adds sums up
-        output = output._replace(logs={name: _as_sum(value, sample_size) for name, value in logs.items()})
+    if has_means:
+        return output._replace(logs={name: _as_sum(value, output.sample_size) for name, value in logs.items()})
     return output
 
 
@@ -309,6 +321,12 @@ def _checked_terms(output: ForwardOutput, totals: TermTotals) -> Mapping[str, tu
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, sorted(names)))
+
+
+def _is_number(size: Any) -> bool:
+    """Whether a size, which is checked, is a number of the host. The number of a tensor is not read."""
+    _check_size(size)
+    return not isinstance(size, Tensor)
 
 
 def _check_size(size: Any) -> None:

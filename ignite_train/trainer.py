@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import check_state_dict, describe, positive_int
-from ignite_train.carried import Carried
 from ignite_train.data.grouping import MicroBatchGrouping
 from ignite_train.data.run_data import RunData, known_size
 from ignite_train.engine.dispatch import Attachable, Stateful, add_counters
@@ -35,7 +34,7 @@ from ignite_train.model.precision import refuse_cached_autocast
 from ignite_train.other_words import made_by, refuse_arguments, refuse_attribute
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback, RankRequests
-from ignite_train.state import TrainState, UpdateOutput
+from ignite_train.state import Carried, TrainState, UpdateOutput
 
 __all__ = ["DefaultHandler", "Moments", "OutputTransform", "Process", "Replicas", "Trainer"]
 
@@ -115,17 +114,18 @@ class Replicas:
     Attributes:
         are_equal: False while replicas that train locally differ.
         are_elastic: whether they come and go, so that others take part though there is one rank.
-        have_one_rank: whether this is the only process; asked once.
+        rank: the number of this process, and `num_ranks` how many there are; asked once.
     """
 
     are_equal: bool = True
     are_elastic: bool = False
-    have_one_rank: bool = field(default_factory=lambda: collectives.world_size() == 1)
+    rank: int = field(default_factory=collectives.rank)
+    num_ranks: int = field(default_factory=collectives.world_size)
 
     @property
     def is_alone(self) -> bool:
         """Whether a request need not travel to others."""
-        return self.have_one_rank and not self.are_elastic
+        return self.num_ranks == 1 and not self.are_elastic
 
 
 class Trainer(Loop):
@@ -480,15 +480,15 @@ class Trainer(Loop):
             self.progress.warned.add("spoilt")
             self.logger.warning(
                 "an update that an exception broke off has moved buffers of the model, such as running statistics, and they "
-                "were not put back, since no Checkpoint was attached then; this checkpoint is of a run that is not bitwise the "
+                "were not put back, since no Checkpoint was attached then; checkpoints are of a run that is not bitwise the "
                 "one without the exception; attach Checkpoint before the first run"
             )
 
     def publish(self, output: UpdateOutput) -> None:
         """Puts the record of an update, and what the output transform makes of it, into the state."""
-        self.state.update_output = output
-        transform = self.moments.output_transform
-        self.state.output = output if transform is None else transform(output)
+        state, transform = self.state, self.moments.output_transform
+        state.update_output = output
+        state.output = output if transform is None else transform(output)
 
     def amend(self, output: UpdateOutput) -> UpdateOutput:
         """Replaces the record of the update; the output transform is called once an update, and not again."""
@@ -506,11 +506,12 @@ class Trainer(Loop):
         if requests.interrupt:
             self.interrupt(agreed=True)
         self.progress.ranks_have_more = requests.more_data > 0
-        for callback in self.moments.after_update:
+        state, moments = self.state, self.moments
+        for callback in moments.after_update:
             callback(self)
-        state, output = self.state, self.state.update_output
+        output = state.update_output
         assert output is not None  # noqa: S101  # published before
-        for record in self.moments.on_record:
+        for record in moments.on_record:
             record(output)
         if applied:
             self.fire_event(_STEP_COMPLETED)
@@ -724,7 +725,8 @@ class Trainer(Loop):
 
     def _take_up_stops(self, *, between_updates: bool = False) -> None:
         """Between two epochs, where a run is entered, and in a single process no update carries requests to other ranks."""
-        stop, interrupt = self.requests.stop, self.requests.interrupt
+        requests = self.requests
+        stop, interrupt = requests.stop, requests.interrupt
         between_updates &= not self.replicas.are_elastic  # then what a replica asks for travels with the next update
         if between_updates:
             stop, interrupt = (number > 0 for number in collectives.largest(stop, interrupt))

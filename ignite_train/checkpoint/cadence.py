@@ -90,16 +90,15 @@ class Cadence(Piggyback):
         """Save at the end of the running update or epoch."""
         self._is_requested = True
 
-    def note_save(self, moment: Any, update: int, started: float) -> None:
+    def note_save(self, moment: Any, score: float | None, started: float) -> None:
         """The run is saved: nothing is due until the next interval is over.
 
         Args:
             moment: the counters of the run, which tell whether its last state is saved.
-            update: the latest one.
+            score: of the parameters that are saved; None if they were not evaluated.
             started: when the save began, by `time.monotonic`.
         """
         self._saved_moment, self._is_requested, self._last_save = moment, False, started
-        score = self.score_of(update)
         if score is not None and self._retention.is_better(score, self.best_score):
             self.best_score = score  # not before: the parameters may have moved between an evaluation and the save
 

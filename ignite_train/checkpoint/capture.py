@@ -2,69 +2,86 @@
 
 Some of it is the same on all ranks, or sharded over them: model, optimizer and the user's additional objects. Rank 0 writes
 it, but where the ranks hold different bits, as those of a distributed optimizer do, each writes its own. The rest belongs to
-each rank: counters, its place in the data, its random generators, its handlers and the buffers of its modules.
+each rank: counters, its place in the data, its random generators, its handlers and the buffers of its modules. `HeldState`
+looks for what no checkpoint keeps: tensors of handlers that training changes, such as an average of the weights.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 import platform
 import re
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
-from types import MethodType
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import ignite
 import numpy as np
 import torch
 from ignite.engine import Engine
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from ignite_train.checkpoint.directory import Contents
 from ignite_train.checkpoint.manifest import compact_json, frozen_name
 from ignite_train.checkpoint.run_objects import PublishedMetrics, RunObjects
 from ignite_train.checkpoint.saved_run import SavedRun
-from ignite_train.checkpoint.tensor_files import Piece, own_piece
-from ignite_train.checkpoint.tree import TreeEncoder, path_name, tensors_in
+from ignite_train.checkpoint.tensor_files import Box, Piece, local_box
+from ignite_train.checkpoint.tree import TreeEncoder, is_composed, path_name, tensors_in
 from ignite_train.engine.dispatch import Attachable, Stateful, attached
 from ignite_train.errors import CheckpointError
-from ignite_train.model.optimizers import GathersState, optimizer_state
+from ignite_train.internals.of_torch import version_of
 from ignite_train.model.random_state import capture_random_state, have_drawn, restore_random_state
 from ignite_train.model.tensor_digests import content_digest, tensor_digests
 from ignite_train.ranks import collectives
+from ignite_train.ranks.root_mesh import is_first_holder
 from ignite_train.trainer import Trainer
 
-__all__ = ["capture", "handler_settings", "plain_config", "versions"]
+__all__ = ["HeldState", "capture", "handler_settings", "own_piece", "plain_config", "versions"]
 
+_logger = logging.getLogger(__name__)
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the text of an object: another one in each process
+_EMPTY: dict[str, list[Any]] = {"dict": []}  # the tree of an empty state_dict
+_NO_STATE = ("ignite_train.", "ignite.handlers.time_profilers")
+"""Modules of classes whose tensors need not be stored: our own handlers, and what measures this process."""
 
 
-def capture(run: SavedRun) -> Contents:
+def capture(run: SavedRun, held: HeldState | None = None) -> Contents:
     """The state of a run at the end of an update or an epoch, as this rank writes it. Tensors are not copied.
 
     Collective: the ranks compare what they share. State that cannot be stored is a failure in the
     result, so that all ranks learn of it; its message says where it is. A handler that cannot be stored is left out, with a
     warning. A `state_dict` that draws random numbers, as that of torchdata's loader does between two passes, leaves no trace.
+
+    Args:
+        run: the run.
+        held: warns of state that no checkpoint holds.
     """
     generators = capture_random_state()
     try:
-        return _capture(run, generators)
+        contents = _capture(run, generators)
     finally:
         if have_drawn(generators):
             restore_random_state(generators)
+    if held is not None and run.trainer.replicas.rank == 0 and contents.failure is None:
+        held.warn(run, contents)
+    return contents
 
 
 def _capture(run: SavedRun, generators: dict[str, Any]) -> Contents:
-    objects, encoder, main = run.objects(), TreeEncoder(), collectives.is_main_rank()
-    shared = {name: _state_of(entry, main=main) for name, entry in objects.shared.items()}
+    objects, encoder, main = run.objects(), TreeEncoder(), run.trainer.replicas.rank == 0
+    shared = {name: entry.state_dict() for name, entry in objects.shared.items()}  # before an error: it may be collective
     trees, failure = {}, None
     try:
         trees = {name: encoder.encode(value, (name,)) for name, value in shared.items()}
     except CheckpointError as error:
         failure = error
-    differing = set() if collectives.world_size() == 1 else _differing(objects, trees, encoder.tensors)
+    differing = set() if run.trainer.replicas.num_ranks == 1 else _differing(objects, trees, encoder.tensors)
     try:
         run.note(objects)
         trees["description"] = encoder.encode(objects.describe(run.in_effect), ("description",))
@@ -78,12 +95,26 @@ def _capture(run: SavedRun, generators: dict[str, Any]) -> Contents:
         failure = failure or error
     if failure is not None:
         return Contents({}, {}, failure)
-    own |= _what_can_be_stored(run, objects, encoder)
+    own |= _what_can_be_stored(run, objects, encoder.tensors)
     tensors |= {name: own_piece(tensor, everything=True) for name, tensor in encoder.tensors.items()}
     pieces = {name: piece for name, piece in tensors.items() if piece is not None}
     keys = _frozen_tensors(objects, trees) & pieces.keys() if run.frozen_once else set()
     frozen = {key: pieces.pop(key) for key in sorted(keys)}  # equal weights make equal files
     return Contents(own | written, pieces, frozen=frozen, frozen_name=_name_of_frozen(frozen) if frozen else "")
+
+
+def own_piece(tensor: Tensor, *, everything: bool) -> Piece | None:
+    """The part of `tensor` that this rank writes; None if other ranks write all of it.
+
+    Of a sharded tensor each part is written once; any other one is written whole where `everything` is true.
+    """
+    whole = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Piece(tensor, Box((0,) * len(whole), whole), whole) if everything else None
+    if not is_first_holder(tensor):
+        return None
+    local = tensor.to_local()
+    return Piece(local, local_box(tensor), whole) if local.numel() else None
 
 
 def _differing(objects: RunObjects, trees: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> set[str]:
@@ -126,14 +157,6 @@ def _digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {key: digest for part in parts for key, digest in part.items()}
 
 
-def _state_of(entry: Stateful, *, main: bool) -> Any:
-    """The state of an object that is the same on all ranks. Collective for an optimizer that divides it among the ranks."""
-    if isinstance(entry, Optimizer) and isinstance(entry, GathersState):
-        entry.consolidate_state_dict(0)
-        return entry.state_dict() if main else {}
-    return optimizer_state(entry) if isinstance(entry, Optimizer) else entry.state_dict()
-
-
 def _own_state(trainer: Trainer, objects: RunObjects, *, main: bool) -> dict[str, Any]:
     """What belongs to this rank, besides its handlers and its generators."""
     output = trainer.state.update_output
@@ -148,17 +171,26 @@ def _own_state(trainer: Trainer, objects: RunObjects, *, main: bool) -> dict[str
     return own
 
 
-def _what_can_be_stored(run: SavedRun, objects: RunObjects, encoder: TreeEncoder) -> dict[str, Any]:
-    """The trees of handlers and of published metrics. A state that cannot be stored is left out, and the run continues."""
+def _what_can_be_stored(run: SavedRun, objects: RunObjects, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The trees of handlers and of published metrics. A state that cannot be stored is left out, and the run continues.
+
+    Args:
+        run: which warns of it.
+        objects: of the run.
+        tensors: those in the trees are added.
+    """
     trees = {}
     for name, entry in objects.own.items():
+        encoder = TreeEncoder()  # of its own, since of a state that cannot be stored nothing is kept
         try:
-            trees[name] = encoder.encode_whole(entry.state_dict(), (name,))
+            trees[name] = encoder.encode(entry.state_dict(), (name,))
         except Exception as error:  # a handler may raise anything
-            if isinstance(entry, PublishedMetrics):
-                trees[name] = encoder.encode(_storable(run, name, entry), (name,))
-            else:
+            if not isinstance(entry, PublishedMetrics):
                 run.warn_left_out(name, error)
+                continue
+            encoder = TreeEncoder()
+            trees[name] = encoder.encode(_storable(run, name, entry), (name,))
+        tensors |= encoder.tensors
     return trees
 
 
@@ -229,3 +261,118 @@ def versions() -> dict[str, str]:
         "pytorch-ignite": ignite.__version__,
         "numpy": np.__version__,
     }
+
+
+class HeldState:
+    """Warns once of each handler with tensors that are changed in place and that no checkpoint keeps; and of empty states.
+
+    A handler is looked at if it, or the object whose method it is, has no `state_dict`. Of a plain function only the modules
+    count that it refers to or is called with. A tensor that does not change, such as a teacher's, or that is replaced by
+    another one, such as the latest batch, does not count.
+    """
+
+    def __init__(self) -> None:
+        self._versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._warned: set[str] = set()
+        self._empty: set[str] = set()  # names in `to_save` that a warning was given for
+
+    def note(self, run: SavedRun) -> None:
+        """To be called when a run starts: what is held, and in which version."""
+        for _, _, tensors in _held(run):
+            for tensor in tensors:
+                self._is_changed(tensor)
+
+    def warn(self, run: SavedRun, contents: Contents) -> None:
+        """To be called when a checkpoint is taken. Handlers that the user leaves out are not warned about.
+
+        Args:
+            run: whose handlers are looked at.
+            contents: what is in the checkpoint.
+        """
+        if run.to_save:
+            self._warn_of_empty(run, contents)
+        known: set[int] | None = None  # looked up when it is needed, which is seldom
+        for name, attribute, tensors in _held(run):
+            changed = [tensor for tensor in tensors if self._is_changed(tensor)]
+            if changed and known is None:
+                known = {_storage(piece.data) for piece in contents.all_pieces.values()}
+                modules = [entry.module for entry in run.objects().modules.values()]
+                # Buffers of saved modules do not count either where they are not in the state.
+                known |= {_storage(tensor) for module in modules for tensor in _tensors(module)}
+            changed = [tensor for tensor in changed if _storage(tensor) not in (known or ())]
+            if changed and name not in self._warned and name not in run.leave_out:
+                self._warned.add(name)
+                _logger.warning(
+                    f"the handler {name} holds {len(changed)} tensors in {attribute!r} that change in training, and has no "
+                    "state_dict: no checkpoint keeps them, so a resumed run starts without them; pass "
+                    f"Checkpoint(..., to_save={{{attribute!r}: ...}}), or leave_out=({name!r},) to leave them out without "
+                    "this warning"
+                )
+
+    def _warn_of_empty(self, run: SavedRun, contents: Contents) -> None:
+        """Warns once of each object of the user's that gives nothing to save: metrics of torchmetrics do not by default."""
+        has_begun = run.trainer.state.iteration > 0
+        for name, entry in run.to_save.items():
+            is_empty = contents.trees.get(f"to_save/{name}") == _EMPTY
+            if is_empty and name not in self._empty and (has_begun or isinstance(entry, nn.Module)):
+                self._empty.add(name)
+                _logger.warning(
+                    f"to_save[{name!r}] gives an empty state_dict, so a resumed run starts without its state; for a metric of "
+                    "torchmetrics, call metric.persistent(True) before the run"
+                )
+
+    def names(self, run: SavedRun) -> set[str]:
+        """The handlers that hold any tensors, by the names that a warning gives them."""
+        return {name for name, _, _ in _held(run)}
+
+    def _is_changed(self, tensor: Tensor) -> bool:
+        """Whether it was changed in place since it was first asked about."""
+        if tensor.is_inference():  # which has no version
+            return False
+        now = weakref.ref(tensor), version_of(tensor)
+        before, version = self._versions.setdefault(id(tensor), now)
+        if before() is not tensor:  # that one is freed, and this one has its place
+            self._versions[id(tensor)] = now
+        return before() is tensor and version != version_of(tensor)
+
+
+def _held(run: SavedRun) -> Iterator[tuple[str, str, list[Tensor]]]:
+    """Name of the handler, attribute, and the tensors in it."""
+    for engine in run.engines:
+        for _, handler, arguments in attached(engine):
+            owner: Any = handler.__self__ if isinstance(handler, MethodType) else handler
+            if isinstance(owner, partial):
+                arguments, owner = (*owner.args, *owner.keywords.values(), *arguments), owner.func
+            name, things, is_function = type(owner).__name__, dict[str, Any](), isinstance(owner, FunctionType)
+            if is_function:
+                closure = inspect.getclosurevars(owner)
+                name, things = owner.__name__, {**closure.nonlocals, **closure.globals}
+            elif not (type(owner).__module__.startswith(_NO_STATE) or isinstance(owner, (Engine, type, Stateful))):
+                with suppress(TypeError):  # an object with slots, or one of C, has no such attributes
+                    things = dict(vars(owner))
+            for place, value in enumerate(arguments):
+                if isinstance(value, nn.Module):
+                    things[f"argument {place}"] = value
+            for key, value in things.items():
+                if (isinstance(value, nn.Module) or not is_function) and (tensors := [*_tensors(value)]):
+                    yield name, key, tensors
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+    elif isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        entries = value.values() if isinstance(value, dict) else value
+        for entry in entries:
+            if isinstance(entry, (Tensor, nn.Module)):
+                yield from _tensors(entry)
+
+
+def _storage(tensor: Tensor) -> int:
+    if is_composed(tensor):
+        return id(tensor)
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()

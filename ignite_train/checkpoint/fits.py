@@ -30,16 +30,16 @@ from ignite_train.checkpoint.run_objects import (
     PROGRESS,
     PublishedMetrics,
     RunObjects,
+    SavedOptimizer,
+    has_own_form,
     plain_options,
     schedule_options,
-    stepping_part,
 )
 from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.tree import DTYPES, TensorForm, decode, dtype_name, form_of
 from ignite_train.errors import CheckpointError
 from ignite_train.internals.of_torch import LATEST_RATES, parts_of_schedule
 from ignite_train.model.memory_layout import as_bytes
-from ignite_train.model.optimizers import GathersState, InnerState, has_own_form
 from ignite_train.model.warm_up_schedule import WarmUpSchedule
 from ignite_train.state import UpdateOutput
 
@@ -188,9 +188,9 @@ class Fit:
         there, here = (description["optimizers"] for description in (self.description, self.objects.describe()))
         names = self.objects.parameter_names()
         for name in which:
-            optimizer, saved, decided = self.objects.each_optimizer[name], self.states[name], self.run.decided(name)
-            groups = [*(group["params"] for group in optimizer.param_groups), *self.missing_groups(name)]
-            problems = _optimizer_problems(optimizer, groups, saved, there[name], here[name], names, decided)
+            entry, saved, decided = self.objects.each_optimizer[name], self.states[name], self.run.decided(name)
+            groups = [*(group["params"] for group in entry.optimizer.param_groups), *self.missing_groups(name)]
+            problems = _optimizer_problems(entry, groups, saved, there[name], here[name], names, decided)
             _refuse(self.path, name, problems, "build the one that was saved, or start in another directory")
 
     def missing_groups(self, name: str) -> list[list[nn.Parameter]]:
@@ -200,10 +200,10 @@ class Fit:
             The parameters of each, which the trained model has and no optimizer steps; nothing unless all can be added. They
             need a state of torch's form.
         """
-        entry, saved = self.objects.shared[name], self.states[name]
-        if isinstance(entry, InnerState):
+        entry, saved = self.objects.each_optimizer[name], self.states[name]
+        if entry.outer is not None:
             return self.missing_groups(name.rpartition(".")[0]) if entry.shares_groups else []
-        if isinstance(entry, GathersState) or not isinstance(saved, Mapping) or has_own_form(saved):
+        if entry.gathers or not isinstance(saved, Mapping) or has_own_form(saved):
             return []
         optimizers, known = self.objects.optimizers, dict(self.objects.modules["model"].parameters())
         groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
@@ -224,7 +224,8 @@ class Fit:
         there, here = self.description, objects.describe()
         for name in objects.optimizers:
             lines += _option_changes(name, there["optimizers"][name]["options"], run.script(name), run.script_wins)
-        before, now = ({name: one["options"] for name, one in each["schedules"].items()} for each in (there, here))
+        schedules = {name: schedule.state_dict() for name, schedule in objects.schedules.items() if name in self.states}
+        before, now = ({name: schedule_options(each[name]) for name in schedules} for each in (self.states, schedules))
         for one in differences(before, now):
             if not one.is_on_one_side:
                 lines.append(f"{one.change} (the checkpoint's is used)")
@@ -329,7 +330,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _optimizer_problems(
-    optimizer: Optimizer,
+    entry: SavedOptimizer,
     groups: Sequence[Sequence[Tensor]],
     saved: Any,
     there: Mapping[str, Any],
@@ -340,7 +341,7 @@ def _optimizer_problems(
     """Why a saved state is not of this optimizer.
 
     Args:
-        optimizer: of this run.
+        entry: the one of this run.
         groups: its groups of parameters, and the groups that it lacks and gets from the checkpoint.
         saved: the state.
         there: what `RunObjects.describe` said of the one in the checkpoint.
@@ -350,7 +351,7 @@ def _optimizer_problems(
     """
     lengths = [len(group) for group in groups]
     aliases = {alias: found[0] for found in names.values() for alias in found}
-    current = {} if isinstance(optimizer, GathersState) else optimizer.state_dict()
+    current = {} if entry.gathers else entry.optimizer.state_dict()
     if there["class"] != here["class"]:
         yield f"{there['class']!s:.100} wrote it, and this run has {here['class']}"
     elif (found := [len(group) for group in there["names"]]) != lengths:
@@ -367,7 +368,7 @@ def _optimizer_problems(
     elif problem := _why_no_state(saved, lengths):
         yield problem
     else:
-        yield from _state_problems(stepping_part(optimizer), groups, saved, names, decided)
+        yield from _state_problems(entry.stepping, groups, saved, names, decided)
 
 
 def _why_no_state(state: Mapping[str, Any], lengths: list[int]) -> str:
@@ -534,8 +535,8 @@ def _schedule_problems(
 ) -> Iterator[Difference | str]:
     """Why a saved state is not of this schedule, over these parameter groups; those that were added have no base rate."""
     mine, current = type(schedule).__qualname__, schedule.state_dict()
-    if described is not None and described["class"] != mine:
-        yield f"{described['class']!s:.60} wrote it, and this run has {mine}"
+    if described is not None and described != mine:
+        yield f"{described!s:.60} wrote it, and this run has {mine}"
     elif not isinstance(saved, Mapping):
         yield f"it is {describe(saved)}"
     else:

@@ -1,4 +1,4 @@
-"""The objects of a run whose state is saved: which there are, and the name of each in a checkpoint."""
+"""The objects of a run whose state is saved, by their names, and how a module and an optimizer give their state and take it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ignite_train.checkpoint.tree import dtype_name
 from ignite_train.engine.dispatch import Attachable, Stateful
 from ignite_train.internals.of_torch import buffers_of
 from ignite_train.model.memory_layout import own_memory
-from ignite_train.model.optimizers import GathersState, InnerState
+from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
 __all__ = [
@@ -26,12 +26,14 @@ __all__ = [
     "NOT_OPTIONS",
     "PROGRESS",
     "PUBLISHED",
+    "GathersState",
     "PublishedMetrics",
     "RunObjects",
     "SavedModule",
+    "SavedOptimizer",
+    "has_own_form",
     "plain_options",
     "schedule_options",
-    "stepping_part",
 ]
 
 HANDLERS = "handlers/"
@@ -42,6 +44,7 @@ NOT_OPTIONS = ("params", "param_names")
 """The entries of a parameter group besides its options."""
 PROGRESS = {"last_epoch", "base_lrs", "verbose", "T_cur", "T_i", "best", "cooldown_counter", "num_bad_epochs"}
 """Attributes of schedules that a script does not set."""
+_PARAMETER = "parameter"  # what stands before the number of one that was a key
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -93,6 +96,98 @@ class SavedModule:
             yield _plain(name), value
 
 
+@runtime_checkable
+class GathersState(Protocol):
+    """An optimizer whose ranks hold a part each, such as `ZeroRedundancyOptimizer`: rank 0 gathers all parts to save them."""
+
+    def consolidate_state_dict(self, to: int) -> None:
+        """Gathers the parts on rank `to`. Collective."""
+
+
+class SavedOptimizer:
+    """An optimizer, whose state a checkpoint can hold, and which takes each value back as it was saved.
+
+    The `state_dict` of one that has another inside, as SAM has its base optimizer, lacks the state of that one, which is saved
+    by itself. Where both share their groups they do so after loading too.
+
+    Args:
+        optimizer: the same.
+        outer: the optimizer around it, which loads its own state before; None for an optimizer that the run steps.
+
+    Attributes:
+        optimizer: the same.
+        outer: the same.
+        shares_groups: whether it has the list of groups of `outer`, so that one that is added to either is in both.
+        gathers: whether each rank holds a part of its state.
+        stepping: the optimizer that steps: one that shards the state over the ranks has another inside.
+    """
+
+    def __init__(self, optimizer: Optimizer, outer: Optimizer | None = None) -> None:
+        inner = vars(optimizer).get("optim")
+        self.optimizer, self.outer, self.gathers = optimizer, outer, isinstance(optimizer, GathersState)
+        self.stepping = inner if isinstance(inner, Optimizer) else optimizer
+        self.shares_groups = outer is not None and optimizer.param_groups is outer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer. Collective where the ranks divide it among them.
+
+        Where it has a form of its own, and parameters for the keys of a mapping, their numbers are the keys.
+        """
+        if isinstance(self.optimizer, GathersState):
+            self.optimizer.consolidate_state_dict(0)
+            return self.optimizer.state_dict() if collectives.is_main_rank() else {}
+        state = self.optimizer.state_dict()
+        if has_own_form(state):
+            numbers = {parameter: (_PARAMETER, number) for number, parameter in enumerate(self._in_groups())}
+            state = _with_other_keys(state, numbers)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads such a state, each value as it was saved; tensors where torch puts them.
+
+        torch's `load_state_dict` gives each tensor of the state the dtype of its parameter, which loses bits of moments in
+        float32 over weights in bfloat16, and makes other values of strings. An optimizer that overrides `load_state_dict`
+        decides itself; what only has been rounded, since it calls torch's, is put back. What an optimizer shares with one
+        inside it, the state or the parameter groups, it shares afterwards too.
+        """
+        own = vars(self.optimizer)
+        shared = [
+            (inner, name, vars(inner)[name])
+            for inner in own.values()
+            if isinstance(inner, Optimizer) and inner is not self.optimizer
+            for name in ("state", "param_groups")
+            if vars(inner).get(name) is own.get(name)
+        ]
+        self._load(state_dict)
+        for inner, name, before in shared:
+            loaded, other = (self.optimizer, inner) if own[name] is not before else (inner, self.optimizer)
+            vars(other)[name] = vars(loaded)[name]
+        if self.outer is not None and self.shares_groups:
+            self.optimizer.param_groups = self.outer.param_groups
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
+        optimizer = self.optimizer
+        if has_own_form(state_dict):
+            by_key = {(_PARAMETER, number): parameter for number, parameter in enumerate(self._in_groups())}
+            optimizer.load_state_dict(_with_other_keys(state_dict, by_key))
+            return
+        optimizer.load_state_dict(dict(state_dict))
+        by_torch = type(optimizer).load_state_dict is Optimizer.load_state_dict
+        restored = _as_saved if by_torch else _unrounded
+        parameters = self._in_groups()
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        if not by_torch and len(keys) != len(parameters):
+            return
+        for parameter, key in zip(parameters, keys, strict=True):
+            saved, loaded = state_dict["state"].get(key), optimizer.state.get(parameter)
+            if isinstance(saved, Mapping) and isinstance(loaded, dict):
+                for name in saved.keys() & loaded.keys() - {"step"}:  # whose dtype and device depend on the kernel
+                    loaded[name] = restored(saved[name], loaded[name], parameter.dtype)
+
+    def _in_groups(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+
 @dataclass(frozen=True)
 class RunObjects:
     """The objects with a state, by their names in a checkpoint. Those that the user names have a prefix.
@@ -123,7 +218,8 @@ class RunObjects:
         """
         trained = {"model": self.trainer} | {f"{name}/model": trainer for name, trainer in self.trainers.items()}
         equal = {name for name, one in trained.items() if one.replicas.are_equal or one.moments.after_update}
-        return [name for name, entry in self.shared.items() if name not in equal and not isinstance(entry, GathersState)]
+        gathered = {name for name, entry in self.each_optimizer.items() if entry.gathers}
+        return [name for name in self.shared if name not in equal | gathered]
 
     def paths_that_may_differ(self, name: str) -> Iterable[tuple[str, ...]]:
         """Keys in the state of a shared object that are not compared: buffers, which may differ between replicas."""
@@ -147,15 +243,14 @@ class RunObjects:
         return {name: dict(module.buffers()) for name, module in self.modules.items()}
 
     @cached_property
-    def optimizers(self) -> dict[str, Optimizer]:
-        """The optimizers among them."""
-        return {name: entry for name, entry in self.shared.items() if isinstance(entry, Optimizer)}
+    def each_optimizer(self) -> dict[str, SavedOptimizer]:
+        """The optimizers among them, and those inside them that have a state of their own."""
+        return {name: entry for name, entry in self.shared.items() if isinstance(entry, SavedOptimizer)}
 
     @cached_property
-    def each_optimizer(self) -> dict[str, Optimizer]:
-        """The optimizers, and those inside them that have a state of their own."""
-        entries = {name: entry.inner if isinstance(entry, InnerState) else entry for name, entry in self.shared.items()}
-        return {name: entry for name, entry in entries.items() if isinstance(entry, Optimizer)}
+    def optimizers(self) -> dict[str, Optimizer]:
+        """The optimizers that the run steps, which are inside of no other optimizer."""
+        return {name: entry.optimizer for name, entry in self.each_optimizer.items() if entry.outer is None}
 
     @property
     def schedules(self) -> dict[str, LRScheduler]:
@@ -168,26 +263,23 @@ class RunObjects:
         """A description that is stored in a checkpoint and compared with it, besides the states.
 
         Of each optimizer it has the class, without the module, which may be renamed, the parameters, and the options; of each
-        schedule the class and the options; and the names of the parameters of the trained model that have no gradients now.
+        schedule the class; and the names of the parameters of the trained model that have no gradients now.
 
         Args:
             options: of the groups of an optimizer, by its name, where others are in effect than it has now.
         """
         names, optimizers = self.parameter_names(), {}
-        for name, optimizer in self.each_optimizer.items():
-            inner, own = stepping_part(optimizer), type(optimizer).__qualname__
+        for name, entry in self.each_optimizer.items():
+            optimizer, own = entry.optimizer, type(entry.optimizer).__qualname__
             groups = [group["params"] for group in optimizer.param_groups]
             optimizers[name] = {
-                "class": own if inner is optimizer else f"{own} of {type(inner).__qualname__}",
+                "class": own if entry.stepping is optimizer else f"{own} of {type(entry.stepping).__qualname__}",
                 "names": [[names.get(id(parameter), [""])[0] for parameter in group] for group in groups],
                 "shapes": [[list(parameter.shape) for parameter in group] for group in groups],
                 "dtypes": [[dtype_name(parameter.dtype) for parameter in group] for group in groups],
                 "options": (options or {}).get(name) or [*map(plain_options, optimizer.param_groups)],
             }
-        schedules = {
-            name: {"class": type(schedule).__qualname__, "options": schedule_options(schedule.state_dict())}
-            for name, schedule in self.schedules.items()
-        }
+        schedules = {name: type(schedule).__qualname__ for name, schedule in self.schedules.items()}
         frozen = [name for name, parameter in self.modules["model"].parameters() if not parameter.requires_grad]
         return {"optimizers": optimizers, "schedules": schedules, "frozen": frozen}
 
@@ -231,10 +323,40 @@ def _writable_buffers(module: nn.Module) -> Iterator[None]:
                 owner[name] = buffer
 
 
-def stepping_part(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that steps: one that shards the state over the ranks has another inside."""
-    inner = vars(optimizer).get("optim")
-    return inner if isinstance(inner, Optimizer) else optimizer
+def has_own_form(state_dict: Mapping[str, Any]) -> bool:
+    """Whether the state of an optimizer has other keys than those of torch, as that of some wrappers has."""
+    return not {"state", "param_groups"} <= state_dict.keys()
+
+
+def _with_other_keys(value: Any, keys: Mapping[Any, Any]) -> Any:
+    """A copy of nested mappings and lists, in which `keys` says what some keys are replaced by."""
+    if isinstance(value, Mapping):
+        return {keys.get(key, key): _with_other_keys(entry, keys) for key, entry in value.items()}
+    return [_with_other_keys(entry, keys) for entry in value] if type(value) is list else value
+
+
+def _as_saved(saved: Any, loaded: Any, dtype: torch.dtype) -> Any:
+    """`saved`, with its tensors on the devices of those in `loaded`."""
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(saved, Mapping) and isinstance(loaded, Mapping):
+        return {key: _as_saved(value, loaded[key], dtype) for key, value in saved.items()}
+    if isinstance(saved, (list, tuple)) and isinstance(loaded, (list, tuple)):
+        return type(saved)(_as_saved(one, other, dtype) for one, other in zip(saved, loaded, strict=True))
+    return saved
+
+
+def _unrounded(saved: Any, loaded: Any, dtype: torch.dtype) -> Any:
+    """`loaded`, with the saved tensors in place of those that are nothing but rounded to the dtype of the parameter."""
+    if type(saved) is Tensor and type(loaded) is Tensor:
+        there = saved.to(loaded.device)
+        is_rounded = saved.dtype != loaded.dtype == dtype and saved.shape == loaded.shape
+        return there if is_rounded and torch.allclose(there.to(dtype), loaded, rtol=0, atol=0, equal_nan=True) else loaded
+    if isinstance(saved, dict) and type(saved) is type(loaded) and saved.keys() == loaded.keys():
+        return type(saved)((key, _unrounded(value, loaded[key], dtype)) for key, value in saved.items())
+    if type(saved) in (list, tuple) and type(saved) is type(loaded) and len(saved) == len(loaded):
+        return type(saved)(_unrounded(one, other, dtype) for one, other in zip(saved, loaded, strict=True))
+    return loaded
 
 
 def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:

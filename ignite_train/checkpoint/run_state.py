@@ -15,20 +15,25 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ignite_train.carried import Carried
 from ignite_train.checkpoint.directory import Contents
 from ignite_train.checkpoint.fits import EVERY_RANK, Fit, check_module, check_tied
 from ignite_train.checkpoint.reader import CheckpointReader, composed_form
-from ignite_train.checkpoint.run_objects import PUBLISHED, PublishedMetrics, RunObjects, SavedModule
+from ignite_train.checkpoint.run_objects import (
+    PUBLISHED,
+    PublishedMetrics,
+    RunObjects,
+    SavedModule,
+    SavedOptimizer,
+)
 from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.tree import ComposedTensor, KeyPath, TensorForm, class_name, decode, is_composed, tensors_in
 from ignite_train.engine.dispatch import Stateful
 from ignite_train.errors import CheckpointError
 from ignite_train.internals.of_torch import LATEST_RATES, parts_of_schedule, pytree
-from ignite_train.model.optimizers import GathersState, InnerState, each_optimizer, load_optimizer_state
+from ignite_train.model.optimizers import each_optimizer
 from ignite_train.model.random_state import check_generators, restore_random_state, seed_new_rank
 from ignite_train.ranks import collectives
-from ignite_train.state import UpdateOutput
+from ignite_train.state import Carried, UpdateOutput
 
 __all__ = ["RunState", "check_contents", "restore_model"]
 
@@ -311,8 +316,8 @@ def _load(entry: Stateful, saved: Any) -> None:
     if isinstance(entry, SavedModule):  # copies the tensors itself
         saved = {key: value if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in saved.items()}
         entry.load_state_dict(saved)
-    elif isinstance(entry, Optimizer):
-        load_optimizer_state(entry, _copied(saved))
+    elif isinstance(entry, SavedOptimizer):
+        entry.load_state_dict(_copied(saved))
     else:
         entry.load_state_dict(copy.deepcopy(saved))
 
@@ -341,13 +346,13 @@ class _TensorsHere:
         self._sharded: dict[KeyPath, DTensor] = {}
         packages: set[str] = set()
         for name, entry in objects.items():
-            optimizer = entry.inner if isinstance(entry, InnerState) else entry
-            if isinstance(optimizer, Optimizer):
+            if isinstance(entry, SavedOptimizer):
+                optimizer = entry.optimizer
                 packages |= {type(one).__module__.partition(".")[0] for one in each_optimizer(optimizer)} - {"torch"}
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                 # One that has not stepped yet has no moments; they are sharded as their parameters are.
                 self._sharded |= {(name, "state", i): p for i, p in enumerate(parameters) if isinstance(p, DTensor)}
-            if not isinstance(entry, GathersState):
+            if not (isinstance(entry, SavedOptimizer) and entry.gathers):
                 self._collect(entry.state_dict(), (name,))
         for kind in _subclasses(Tensor):
             if kind.__module__.partition(".")[0] in packages and issubclass(kind, ComposedTensor):

@@ -17,14 +17,17 @@ from ignite_train.checkpoint.run_objects import (
     HANDLERS,
     NOT_OPTIONS,
     PUBLISHED,
+    GathersState,
     PublishedMetrics,
     RunObjects,
     SavedModule,
+    SavedOptimizer,
+    has_own_form,
     plain_options,
 )
 from ignite_train.engine.dispatch import Attachable, Stateful, stateful_handlers
 from ignite_train.errors import CheckpointError
-from ignite_train.model.optimizers import GathersState, has_own_form
+from ignite_train.model.optimizers import inner_optimizers
 from ignite_train.trainer import Trainer
 
 __all__ = ["SavedRun", "checked_names", "checked_objects"]
@@ -111,9 +114,11 @@ class SavedRun:
 
     def _list(self) -> RunObjects:
         """The user's objects under the names that the user gave, and all others once, under the first of their names."""
-        shared: dict[str, Stateful] = dict(self.trainer.parts)
+        shared: dict[str, Any] = _parts_of(self.trainer)
         shared |= {f"to_save/{name}": entry for name, entry in self.to_save.items() if not isinstance(entry, Trainer)}
-        more = {f"{prefix}/{name}": part for prefix, trainer in self.trainers.items() for name, part in trainer.parts.items()}
+        more = {
+            f"{prefix}/{name}": part for prefix, trainer in self.trainers.items() for name, part in _parts_of(trainer).items()
+        }
         of_all_ranks = {*more}
         for prefix, trainer in {"": self.trainer, **{f"{name}/": trainer for name, trainer in self.trainers.items()}}.items():
             more |= {f"{prefix}{HANDLERS}{name}": entry for name, entry in stateful_handlers(trainer).items()}
@@ -131,7 +136,7 @@ class SavedRun:
                 listed.add(id(entry))
                 is_shared = name in of_all_ranks or (isinstance(entry, Attachable) and entry.same_on_all_ranks)
                 (shared if is_shared else own)[name] = entry
-        shared = {name: SavedModule(entry) if isinstance(entry, nn.Module) else entry for name, entry in shared.items()}
+        shared = {name: _saved(entry) for name, entry in shared.items()}
         objects = RunObjects(shared, own, self.trainer, self.trainers)
         self.left_out = {name for name in objects.handlers() if name.partition("/")[2] in self.leave_out}
         return objects.without(self.left_out)
@@ -223,6 +228,32 @@ class SavedRun:
                 f"{' '.join(reason.split()):.300}; "
                 f"{remedy or f'Checkpoint(..., leave_out=({handler!r},)) leaves it out without this warning'}"
             )
+
+
+def _parts_of(trainer: Trainer) -> dict[str, Any]:
+    """The model and the optimizers of a trainer, by their names in a checkpoint, and the optimizers inside these, each once."""
+    outer = [part for part in trainer.parts.values() if isinstance(part, Optimizer)]
+    met, parts = {id(one) for one in outer}, dict[str, Any]()
+    for name, part in trainer.parts.items():
+        parts[name] = part
+        if isinstance(part, Optimizer) and not isinstance(part, GathersState):
+            _add_inner(parts, met, name, part)
+    return parts
+
+
+def _add_inner(parts: dict[str, Any], met: set[int], prefix: str, owner: Optimizer) -> None:
+    for name, one in inner_optimizers(owner).items():
+        if id(one) not in met:
+            met.add(id(one))
+            parts[f"{prefix}.{name}"] = SavedOptimizer(one, outer=owner)
+            _add_inner(parts, met, f"{prefix}.{name}", one)
+
+
+def _saved(entry: Any) -> Stateful:
+    """What gives the state of an object as a checkpoint can hold it."""
+    if isinstance(entry, nn.Module):
+        return SavedModule(entry)
+    return SavedOptimizer(entry) if isinstance(entry, Optimizer) else entry
 
 
 def checked_objects(to_save: Mapping[str, Any]) -> dict[str, Stateful]:

@@ -24,25 +24,19 @@ from torch.distributed.tensor import DTensor
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.manifest import FileRecord, checked_json, compact_json, naming, open_regular
 from ignite_train.checkpoint.tree import DTYPES, dtype_name
-from ignite_train.device.streams import has_streams
 from ignite_train.errors import CheckpointError
-from ignite_train.internals.of_torch import foreach_copy_
 from ignite_train.model.memory_layout import as_bytes
-from ignite_train.ranks.root_mesh import is_first_holder
 
 __all__ = [
     "Box",
     "Entry",
     "Piece",
-    "Snapshot",
     "TensorFile",
     "assemble",
-    "await_devices",
     "check_cover",
     "check_entries",
     "is_plain_dtype",
     "local_box",
-    "own_piece",
     "write_tensors",
 ]
 
@@ -109,20 +103,6 @@ class Piece:
     data: Tensor
     box: Box
     whole: tuple[int, ...]
-
-
-def own_piece(tensor: Tensor, *, everything: bool) -> Piece | None:
-    """The part of `tensor` that this rank writes; None if other ranks write all of it.
-
-    Of a sharded tensor each part is written once; any other one is written whole where `everything` is true.
-    """
-    whole = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
-        return Piece(tensor, Box((0,) * len(whole), whole), whole) if everything else None
-    if not is_first_holder(tensor):
-        return None
-    local = tensor.to_local()
-    return Piece(local, local_box(tensor), whole) if local.numel() else None
 
 
 def local_box(tensor: DTensor) -> Box:
@@ -281,41 +261,6 @@ def check_entries(entries: Mapping[str, Entry], size: int) -> None:
         end += entry.num_bytes
     if end != size:
         raise ValueError(f"index entries cover {end} bytes of {size}")
-
-
-class Snapshot:
-    """Copies of tensors in the memory of the host, in buffers that the next snapshot uses again: one copy of the state.
-
-    The first one also has to get the memory; pages that were never touched cost more than the copy itself.
-    """
-
-    def __init__(self) -> None:
-        self._memory: dict[str, Tensor] = {}
-        self._layouts: dict[str, tuple[torch.dtype, torch.Size, tuple[int, ...]]] = {}
-
-    def take(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
-        """Copies the numbers of `pieces`. Synchronises with the devices that hold some."""
-        layouts = {name: (piece.data.dtype, piece.data.shape, piece.data.stride()) for name, piece in pieces.items()}
-        buffers = {
-            name: self._memory[name] if self._layouts.get(name) == layouts[name] else _empty_copy(piece.data)
-            for name, piece in pieces.items()
-        }
-        sources = [piece.data for piece in pieces.values()]
-        if sources:
-            foreach_copy_([*buffers.values()], sources, non_blocking=True)
-        await_devices(pieces)
-        self._memory, self._layouts = buffers, layouts
-        return {name: Piece(buffers[name], piece.box, piece.whole) for name, piece in pieces.items()}
-
-
-def await_devices(pieces: Mapping[str, Piece]) -> None:
-    """Returns when the devices have finished the work that `pieces` may depend on. Synchronises."""
-    for device in {piece.data.device for piece in pieces.values() if piece.data.device.type != "cpu"}:
-        torch.accelerator.synchronize(device)  # sync
-
-
-def _empty_copy(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu", pin_memory=has_streams(tensor.device))
 
 
 def write_tensors(

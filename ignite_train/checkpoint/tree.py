@@ -153,19 +153,6 @@ class TreeEncoder:
             "and lists, tuples, sets and dicts of them"
         )
 
-    def encode_whole(self, value: Any, path: KeyPath) -> Any:
-        """The tree of `value`, as `encode` gives it; if that fails, nothing of it is kept.
-
-        Raises:
-            CheckpointError: see `encode`.
-        """
-        before = dict(self.tensors), dict(self._met), self._nodes
-        try:
-            return self.encode(value, path)
-        except CheckpointError:
-            self.tensors, self._met, self._nodes = before
-            raise
-
     def _encode_container(self, value: Any, path: KeyPath) -> Any:
         """Of each kind of container. A plain value in it, as most are, costs no call."""
         is_mapping = type(value) is dict or isinstance(value, Mapping)

@@ -6,13 +6,17 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ignite_train.checkpoint.directory import CheckpointDirectory, Contents, commit, together
 from ignite_train.checkpoint.disk import Disk
@@ -20,18 +24,47 @@ from ignite_train.checkpoint.lock import DirectoryLock
 from ignite_train.checkpoint.manifest import Manifest
 from ignite_train.checkpoint.mirror import Mirror
 from ignite_train.checkpoint.retention import Retention
-from ignite_train.checkpoint.tensor_files import Snapshot, await_devices
+from ignite_train.checkpoint.tensor_files import Piece
+from ignite_train.device.streams import has_streams
 from ignite_train.errors import CheckpointError, LockTakenOverError
+from ignite_train.internals.of_torch import foreach_copy_
 from ignite_train.ranks import collectives
 
-__all__ = ["GIVE_UP_AFTER", "CheckpointWriter"]
+__all__ = ["GIVE_UP_AFTER", "CheckpointWriter", "Snapshot"]
 
 GIVE_UP_AFTER = 5
 _PATIENCE_SECONDS = 30.0  # for a removal that is under way, when the run breaks off
 _NICENESS = 7  # of the thread beside training, more than that of the process
 _WAITS_FOR_THREADS = _THREAD = "Checkpoint"  # HangWatch looks for the first name in the file where a thread stands
 
+_DEVICE = attrgetter("data.device")  # of a piece
+
 _logger = logging.getLogger(__name__)
+
+
+class Snapshot:
+    """Copies of tensors in the memory of the host, in buffers that the next snapshot uses again: one copy of the state.
+
+    The first one also has to get the memory; pages that were never touched cost more than the copy itself.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[str, Tensor] = {}
+        self._layouts: dict[str, tuple[torch.dtype, torch.Size, tuple[int, ...]]] = {}
+
+    def take(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+        """Copies the numbers of `pieces`. Synchronises with the devices that hold some."""
+        layouts = {name: (piece.data.dtype, piece.data.shape, piece.data.stride()) for name, piece in pieces.items()}
+        buffers = {
+            name: self._memory[name] if self._layouts.get(name) == layouts[name] else _empty_copy(piece.data)
+            for name, piece in pieces.items()
+        }
+        sources = [piece.data for piece in pieces.values()]
+        if sources:
+            foreach_copy_([*buffers.values()], sources, non_blocking=True)
+        _await_devices(pieces)
+        self._memory, self._layouts = buffers, layouts
+        return {name: Piece(buffers[name], piece.box, piece.whole) for name, piece in pieces.items()}
 
 
 class CheckpointWriter:
@@ -190,7 +223,7 @@ class CheckpointWriter:
             frozen = {} if known else Snapshot().take(contents.frozen)  # copied once, so without memory that stays
             contents = replace(contents, pieces=self._snapshot.take(contents.pieces), frozen=frozen)
         else:
-            await_devices(contents.pieces | contents.frozen)  # the thread that writes does not know the streams of this one
+            _await_devices(contents.pieces | contents.frozen)  # the thread that writes does not know the streams of this one
         if self._is_held and self._thread is None:
             target = partial(_do, self._work, calm=self.asynchronous)
             thread = threading.Thread(target=target, name=_THREAD, daemon=True)
@@ -276,6 +309,17 @@ class CheckpointWriter:
             if not self._is_held:
                 self._release()
             durable.set()
+
+
+def _await_devices(pieces: Mapping[str, Piece]) -> None:
+    """Returns when the devices have finished the work that `pieces` may depend on. Synchronises."""
+    for device in {*map(_DEVICE, pieces.values())}:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)  # sync
+
+
+def _empty_copy(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=has_streams(tensor.device))
 
 
 def _do(work: SimpleQueue[Callable[[], None] | None], *, calm: bool) -> None:

@@ -23,7 +23,7 @@ class ArrivingGroup(MutableSequence[Any]):
         size: how many micro-batches the group has, unless the loader ends before.
         is_sized: whether the loader has said so.
         on_complete: called with the group when its last micro-batch has arrived.
-        number: of the group; see `Held`.
+        looks: whether those that are read and wait are looked at; see `is_looked_at`.
 
     Attributes:
         waiting: makes the `with` in which the loader is waited for; the trainer sets it where that time is measured.
@@ -37,11 +37,11 @@ class ArrivingGroup(MutableSequence[Any]):
         *,
         is_sized: bool,
         on_complete: Callable[[ArrivingGroup], None],
-        number: int = 0,
+        looks: bool = True,
     ) -> None:
         self._arrived: list[Any] = []
         self._num_given = 0  # of them: the others are held while more is read
-        self._number = number
+        self._looks = looks
         self._read, self._size, self._is_sized, self._on_complete = read, size, is_sized, on_complete
         self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.drawing: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -97,15 +97,16 @@ class ArrivingGroup(MutableSequence[Any]):
         """Reads until so many micro-batches have arrived, or all of the group."""
         if len(self._arrived) >= min(number, self._size):
             return
-        held = Held(self._arrived[self._num_given :], number=self._number)
+        held = Held(self._arrived[self._num_given :]) if self._looks else None
         with self.waiting(), self.drawing():
             while len(self._arrived) < min(number, self._size):
                 try:
                     self._arrived.append(self._read())
-                    if len(self._arrived) < min(number, self._size):
+                    if held is not None and len(self._arrived) < min(number, self._size):
                         held.add(self._arrived[-1])
                 except StopIteration:
                     self._size = len(self._arrived)
-            held.check()
+            if held is not None:
+                held.check()
             if len(self._arrived) >= self._size:
                 self._on_complete(self)

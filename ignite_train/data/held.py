@@ -15,7 +15,7 @@ from ignite_train.internals.of_torch import version_of
 from ignite_train.model.memory_layout import as_bytes
 from ignite_train.model.memory_layout import bytes_at as _bytes_at
 
-__all__ = ["Held"]
+__all__ = ["Held", "is_looked_at"]
 
 _MOST_PARTS = 64  # of a micro-batch are looked at
 _FEW_GROUPS = 16
@@ -37,20 +37,16 @@ class Held:
 
     Args:
         micro_batches: those that are held already.
-        number: of the group, counted from 0 in its pass and again where one is larger than all before. A loader that gives an
-            object or its memory again does so from the beginning, so the first 16 are looked at, and then each 16th.
     """
 
-    def __init__(self, micro_batches: Iterable[Any] = (), *, number: int = 0) -> None:
+    def __init__(self, micro_batches: Iterable[Any] = ()) -> None:
         self._noted: list[tuple[Any, _Parts]] = []
-        self._looks = number < _FEW_GROUPS or number % _FEW_GROUPS == 0
         for micro_batch in micro_batches:
             self.add(micro_batch)
 
     def add(self, micro_batch: Any) -> None:
         """Notes one that was read."""
-        if self._looks:
-            self._noted.append((micro_batch, _parts(micro_batch)))
+        self._noted.append((micro_batch, _parts(micro_batch)))
 
     def check(self) -> None:
         """Compares all of them with what was noted. Call it when no more is read before they are computed.
@@ -72,6 +68,17 @@ class Held:
         for earlier, parts in self._noted:
             if there & _marks(parts) and not _same(_parts(earlier), parts):
                 raise _changed_error()
+
+
+def is_looked_at(number: int) -> bool:
+    """Whether the micro-batches of a group are looked at.
+
+    A loader that gives an object or its memory again does so from the beginning, so the first 16 are, and then each 16th.
+
+    Args:
+        number: of the group, counted from 0 in its pass and again where one is larger than all before.
+    """
+    return number < _FEW_GROUPS or number % _FEW_GROUPS == 0
 
 
 def _parts(micro_batch: Any) -> _Parts:

@@ -16,7 +16,7 @@ from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.data.dealing import Dealing
 from ignite_train.data.description import length_of
 from ignite_train.data.fetch_thread import FetchThread
-from ignite_train.data.held import Held
+from ignite_train.data.held import Held, is_looked_at
 from ignite_train.data.position import DataPosition, open_loader
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.data.stream import NoData, Stream
@@ -202,7 +202,7 @@ class MicroBatchPass:
         # Counted again from a larger group on: more is held then than a ring of the loader may have.
         self._num_as_large = self._num_as_large + 1 if size <= self._largest else 0
         self._largest = max(size, self._largest)
-        held = Held(self._waiting, number=self._num_as_large) if plan.may_be_rewritten else None
+        held = Held(self._waiting) if plan.may_be_rewritten and is_looked_at(self._num_as_large) else None
         expected = self._expected(size) if plan.arrives and not self._waiting else 0
         self._num_done += 1
         self._rounds += size
@@ -285,8 +285,8 @@ class MicroBatchPass:
             self._place.note(exhausted=is_exhausted)
             self._is_noted = True
 
-        is_sized = self._plan.own_length is not None
-        return ArrivingGroup(read, expected, is_sized=is_sized, on_complete=end, number=self._num_as_large)
+        is_sized, looks = self._plan.own_length is not None, is_looked_at(self._num_as_large)
+        return ArrivingGroup(read, expected, is_sized=is_sized, on_complete=end, looks=looks)
 
     def _refuse_none(self) -> None:
         if not (self._rules.none_is_empty or self._reads_no_data()):

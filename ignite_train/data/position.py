@@ -116,7 +116,7 @@ class DataPosition:
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        self._loader = loader
+        self._loader, self._num_ranks = loader, collectives.world_size()
         self._seekable = loader if isinstance(loader, Seekable) else None
         self._stateful = loader if self._seekable is None and isinstance(loader, _Stateful) else None
         self._description = describe_data(loader)
@@ -220,7 +220,7 @@ class DataPosition:
             given: micro-batches that this rank was given in this epoch.
             latest: whether the latest group is among them.
         """
-        position: dict[str, Any] = {"world_size": collectives.world_size(), "generators": self._own_generators()}
+        position: dict[str, Any] = {"world_size": self._num_ranks, "generators": self._own_generators()}
         position["description"] = self._description
         if self._seekable is not None:
             return position | {"samples": self._first_sample + rounds * self._seekable.samples_per_round}
@@ -258,13 +258,13 @@ class DataPosition:
     def _changed_generators(self, saved: Mapping[str, Any]) -> list[str]:
         """A line where the dataset has lost a generator whose state was saved, or got one for which none was."""
         before, now = saved["generators"], self._find_own_generators()
-        if saved["world_size"] != collectives.world_size():
+        if saved["world_size"] != self._num_ranks:
             return []
         names = [", ".join(name for name in each if name.startswith("dataset.")) or "none" for each in (before, now)]
         return [f"generators of the dataset: {names[0]:.200} -> {names[1]:.200}"] if names[0] != names[1] else []
 
     def _go_to(self, saved: Mapping[str, Any]) -> None:
-        same_ranks = saved.get("world_size", collectives.world_size()) == collectives.world_size()
+        same_ranks = saved.get("world_size", self._num_ranks) == self._num_ranks
         if self._seekable is not None and "samples" in saved:
             check_fields("DataPosition", saved, {"samples": COUNT})
             self._first_sample = saved["samples"]
@@ -274,7 +274,7 @@ class DataPosition:
         if not same_ranks:
             raise ValueError(
                 f"data must be a loader that can seek, such as ResumableLoader, and epoch_length be left out, to resume in the "
-                f"middle of an epoch with {collectives.world_size()} ranks after {saved['world_size']}, got a "
+                f"middle of an epoch with {self._num_ranks} ranks after {saved['world_size']}, got a "
                 f"{type(self._loader).__name__}; or resume from a checkpoint of the end of an epoch"
             )
         if self._stateful is not None and self._has_state_of_same_kind(saved):
@@ -294,7 +294,7 @@ class DataPosition:
         """Puts back the state and the generators of a loader, which depend on earlier passes."""
         if self._seekable is not None:
             self._seekable.seek(0)
-        same_ranks = saved.get("world_size") == collectives.world_size()
+        same_ranks = saved.get("world_size") == self._num_ranks
         if self._stateful is not None and same_ranks and self._has_state_of_same_kind(saved):
             before = capture_random_state()
             self._stateful.load_state_dict(copy.deepcopy(saved["loader"]))
@@ -303,10 +303,10 @@ class DataPosition:
         elif self._stateful is not None and saved.get("loader") is not None and not same_ranks and collectives.is_main_rank():
             _logger.warning(
                 f"the {type(self._loader).__name__} begins at the start of its data, because {saved['world_size']} ranks have "
-                f"written its place, and {collectives.world_size()} cannot continue there: samples that were used lately are "
+                f"written its place, and {self._num_ranks} cannot continue there: samples that were used lately are "
                 "used again; a ResumableLoader without epoch_length avoids that"
             )
-        if saved.get("world_size", collectives.world_size()) == collectives.world_size():
+        if saved.get("world_size", self._num_ranks) == self._num_ranks:
             self._set_own_generators(saved.get("generators", {}))
 
     def _has_state_of_same_kind(self, saved: Mapping[str, Any]) -> bool:

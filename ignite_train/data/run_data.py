@@ -12,8 +12,7 @@ from ignite_train.data.grouping import MicroBatchGrouping
 from ignite_train.data.micro_batch_pass import MicroBatchPass
 from ignite_train.data.stream import NoData, Stream
 from ignite_train.engine.limits import refuse_ended_iterator, refuse_used_iterator
-from ignite_train.engine.loop import Batches
-from ignite_train.engine.progress import Progress
+from ignite_train.engine.loop import Batches, Progress
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import RankRequests
 from ignite_train.state import TrainState

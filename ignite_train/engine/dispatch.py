@@ -224,7 +224,7 @@ class Dispatcher(OpenEngine):
         _call_all(handlers, self.state, args, kwargs, _first_due(handlers, self.state))
 
     def _check_registered(self, event: Any) -> None:
-        name = event if isinstance(event, str) else getattr(event, "name", repr(event))
+        name = event if isinstance(event, str) else getattr(event, "name", None) or repr(event)
         known = {one.name if isinstance(one, EventEnum) else one for one in registered_events(self)}
         if name not in known:
             hint = did_you_mean(name, known)

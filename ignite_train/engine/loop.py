@@ -6,19 +6,115 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Never
 
 from ignite.engine import Events
 
 from ignite_train.engine.dispatch import Dispatcher, call, entries
-from ignite_train.engine.progress import Progress
+from ignite_train.state import TrainState
 
-__all__ = ["Batches", "Loop"]
+__all__ = ["Batches", "Loop", "Progress", "RunProgress"]
 
 _END: Any = object()
 # Of each iteration: firing one without handlers takes about as long as finding it in its class.
 _GET_BATCH_STARTED, _GET_BATCH_COMPLETED = Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED
 _ITERATION_STARTED, _ITERATION_COMPLETED = Events.ITERATION_STARTED, Events.ITERATION_COMPLETED
+
+
+class RunProgress(NamedTuple):
+    """Where the running iteration, or the latest, stands in the whole run.
+
+    Attributes:
+        before: the fraction that was done before it; in [0, 1).
+        after: the fraction that is done with it; in [0, 1].
+    """
+
+    before: float
+    after: float
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where the loop of an engine stands. Handlers read it; the loop writes it.
+
+    Attributes:
+        running: a run or a session is under way, from its beginning to its end.
+        session_open: a session is open, from after its STARTED to before its closing events.
+        iterating: an iteration is under way.
+        updating: an iteration that was asked for by `update` is under way, up to the last handler of its last event.
+        settled: the running iteration has had its effect, and must not be repeated.
+        epoch_open: EPOCH_STARTED has been reached, and EPOCH_COMPLETED has not.
+        epoch_started: the handlers of the open epoch's EPOCH_STARTED have run in this process.
+        epoch_iteration: iterations of the open epoch that are done.
+        epoch_ends: a request to end the epoch has taken effect: it has no other batch.
+        ranks_have_more: some rank has another batch in this epoch, as far as the ranks have agreed.
+        stops: a request to stop the run has taken effect: it has no other batch.
+        reading: a pass over the data is open.
+        data_ended: the pass of the epoch before has ended in this run, or before its interrupt, by itself.
+        interrupted: the latest run was ended by `interrupt`, and the next one continues it.
+        ended: the latest run has come to its closing events.
+        micro_batches_before: `state.num_micro_batches` before the running update.
+        warned: what was warned about and is not said again.
+    """
+
+    running: bool = False
+    session_open: bool = False
+    iterating: bool = False
+    updating: bool = False
+    settled: bool = True
+    epoch_open: bool = False
+    epoch_started: bool = False
+    epoch_iteration: int = 0
+    epoch_ends: bool = False
+    ranks_have_more: bool = True
+    stops: bool = False
+    reading: bool = False
+    data_ended: bool = False
+    interrupted: bool = False
+    ended: bool = False
+    micro_batches_before: int = 0
+    warned: set[str] = field(default_factory=set)
+
+    @property
+    def iterations_in_epoch(self) -> int:
+        """Iterations of the open epoch that have had their effect, with the running one if it has."""
+        return self.epoch_iteration + (self.iterating and self.settled)
+
+    def refuse_nested_run(self) -> None:
+        """Raises where no run and no session can begin.
+
+        Raises:
+            RuntimeError: one is under way, or an update.
+        """
+        if self.session_open or self.updating:
+            raise RuntimeError("run or session was called inside a session or an update of the same trainer; leave it first")
+        if self.running:
+            raise RuntimeError("run was called inside a handler of the same run; call terminate() there, or use another engine")
+
+    def of_run(self, state: TrainState) -> RunProgress | None:
+        """Tells how much of the run is done, counted in iterations, also of earlier processes.
+
+        With `max_epochs` each epoch has the same share, whatever number of iterations it has.
+
+        Args:
+            state: the counters and limits of a run that has begun.
+
+        Returns:
+            The fractions, or None where they cannot be known: without a limit, or if the length of an epoch is unknown.
+        """
+        if state.max_iters is not None:
+            done, total = float(state.iteration), state.max_iters
+            each = 1.0
+        elif state.max_epochs is not None and state.epoch_length:
+            in_epoch = self.epoch_iteration + self.iterating
+            begun = in_epoch > 0 or self.epoch_open  # a run that resumes between two epochs has none that is begun
+            each = 1.0 / state.epoch_length
+            done, total = max(0, state.epoch - begun) + in_epoch * each, state.max_epochs
+        else:
+            return None
+        done = min(done, float(total))
+        return RunProgress(max(0.0, (done - each) / total), done / total)
 
 
 class Batches:
@@ -75,6 +171,16 @@ class Loop(Dispatcher):
         self.on_enter: list[Callable[[Any], object]] = []
         self.on_exit: list[Callable[[], object]] = []
         self.progress = Progress()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Never:
+        """Refuses: an engine and its parts refer to each other, to one model and to the generators of the process.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"a {type(self).__name__} must not be copied, since its parts belong to one model; copy the model, and make another"
+        )
 
     def _expected_length(self, data: Any) -> int | None:  # noqa: ARG002  # for subclasses
         """Iterations of the epoch that begins next, if that can be known before its pass over the data."""
@@ -177,16 +283,16 @@ class Loop(Dispatcher):
             self.progress.epoch_started = True
 
     def _run_epoch(self) -> None:
-        state, started = self.state, time.perf_counter()
+        state, progress, started = self.state, self.progress, time.perf_counter()
         self._begin_epoch()
         data: Any = state.dataloader
         self.begin_section("data")
         batches, whole = self._open(data), False
-        self.progress.reading, self.progress.data_ended = True, False
+        progress.reading, progress.data_ended = True, False
         state.epoch_length = batches.length or state.epoch_length
         try:
             over = self._epoch_is_over(batches)
-            while not (over or self.progress.stops or self._reached_max_iters()):
+            while not (over or progress.stops or self._reached_max_iters()):
                 state.batch = None  # not held while the next one is fetched
                 self.begin_section("data")
                 if state.dataloader is not None:
@@ -197,27 +303,27 @@ class Loop(Dispatcher):
                     state.batch, over = None, True
                     break
                 self._iterate(batches)
-                over = not self.progress.stops and self._epoch_is_over(batches)
+                over = not progress.stops and self._epoch_is_over(batches)
             if over:
                 self._close_epoch(started)
             whole = True
         finally:
-            self.progress.reading = False
-            stopped = whole and self.progress.epoch_open and (self.should_terminate or self.should_interrupt)
+            progress.reading = False
+            stopped = whole and progress.epoch_open and (self.should_terminate or self.should_interrupt)
             if not (stopped and batches.keep_open()):
                 batches.close(whole=whole)
 
     def _iterate(self, batches: Batches) -> None:
         """Runs one iteration on `state.batch`, which handlers before it may replace."""
-        state = self.state
+        state, progress = self.state, self.progress
         if state.dataloader is not None:
             self.fire_event(_GET_BATCH_COMPLETED)
         state.iteration += 1
-        self.progress.iterating, self.progress.settled = True, False
+        progress.iterating, progress.settled = True, False
         self.fire_event(_ITERATION_STARTED)
         state.output = self.process(self, batches.batch(state.batch))
-        self.progress.iterating = False
-        self.progress.epoch_iteration += 1
+        progress.iterating = False
+        progress.epoch_iteration += 1
         try:
             self.fire_event(_ITERATION_COMPLETED)
         finally:
@@ -225,8 +331,9 @@ class Loop(Dispatcher):
 
     def _take_up_stops(self, *, between_updates: bool = False) -> None:  # noqa: ARG002  # for subclasses
         """Has what was asked for take effect. Called after each iteration and each epoch, and where a run is entered."""
-        self.progress.stops = bool(self.should_terminate or self.should_interrupt)
-        self.progress.epoch_ends = self.progress.epoch_iteration > 0 and bool(self.should_terminate_single_epoch)
+        progress = self.progress
+        progress.stops = bool(self.should_terminate or self.should_interrupt)
+        progress.epoch_ends = progress.epoch_iteration > 0 and bool(self.should_terminate_single_epoch)
 
     def _close_epoch(self, started: float) -> None:
         if self.should_terminate_single_epoch:
@@ -259,8 +366,9 @@ class Loop(Dispatcher):
         self.logger.log(level, message)
 
     def _epoch_is_over(self, batches: Batches) -> bool:
-        over = batches.length is not None and self.progress.epoch_iteration >= batches.length
-        return over or self.progress.epoch_ends or not self.progress.ranks_have_more
+        progress = self.progress
+        over = batches.length is not None and progress.epoch_iteration >= batches.length
+        return over or progress.epoch_ends or not progress.ranks_have_more
 
     def _reached_max_iters(self) -> bool:
         limit = self.state.max_iters

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, MethodType
@@ -460,12 +459,6 @@ class _Graph:
         self._set_lookup: Callable[[Any], Any] | None = vars(torch._C._dynamo.eval_frame).get("set_eval_frame")
         self._refusals = (TorchDynamoException, FailOnRecompileLimitHit)
         self._target, self._on_draw, self._is_new = device, on_draw, True
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Graph:
-        """The function of the copied object, to be compiled: what torch returned for this one calls the original's."""
-        copied, on_draw = copy.deepcopy((self._function, self._on_draw), memo)
-        function = MethodType(_with_own_code(copied.__func__), copied.__self__)
-        return _Graph(function, self._settings, self._target, on_draw)
 
     def look_up(self, *arguments: Any) -> Any:
         """Calls what was compiled for such arguments. Gives None where nothing was, and then nothing has run."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from copy import copy, deepcopy
+from copy import copy
 from itertools import chain
 from types import MethodType
 from typing import Any, NamedTuple
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_train.carried import Carried
 from ignite_train.errors import TrainingError
 from ignite_train.internals.of_torch import buffers_of, parameters_of, pytree, version_of
 from ignite_train.model.buffer_rollback import BufferRollback
 from ignite_train.model.micro_batch_rollback import MicroBatchRollback, content_of, same_content
 from ignite_train.model.objects_used import CONTAINERS, MAX_ENTRIES, attributes_of, is_accounted_for, objects_used
 from ignite_train.model.random_state import NUMPY, PYTHON, Generator, RandomState, generators_within
+from ignite_train.state import Carried
 
 __all__ = ["ForwardMark", "ForwardState"]
 
@@ -139,11 +139,6 @@ class ForwardState:
     def is_complete(self) -> bool:
         """Whether all that forward refers to, as found by the latest mark, is of a kind whose changes can be put back."""
         return all(map(is_accounted_for, self._reached))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardState:
-        """A state for the copied model, which looks for everything again: a generator of the process exists once."""
-        module, carried, forward = deepcopy((self._module, self._carried, self._forward), memo)
-        return ForwardState(module, carried, forward, copies=self._copies_at_first, watches_tensors=self._watches_tensors)
 
     def mark(self, micro_batches: Any = ()) -> ForwardMark:
         """Remembers how things are.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from operator import add, attrgetter, gt, is_, is_not
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,7 +81,8 @@ class Gradients:
         self._mean_factor: float | None = None  # while they may be read: what they are multiplied by to become the mean
         self.kinds: set[tuple[torch.device, torch.dtype]] = set()
         self.count = 0
-        self._apart: list[Tensor] = []  # those that were seen to have memory of their own, in this update
+        # The gradients that were seen to have memory of their own in this update, with None for a parameter without one.
+        self._apart: list[Tensor | None] = []
         self._on_host = _OnHost()
 
     def clear(self) -> None:
@@ -129,19 +131,20 @@ class Gradients:
         views of it to the parts of a `cat`. What then adds to one of them in place, or scales it, would do so to the other too:
         torch's own accumulation and `clip_grad_norm_` do. Sharded and sparse gradients are left alone.
         """
-        existing = self._existing()
-        if len(existing) == len(self._apart) and all(map(is_, existing, self._apart)):
+        found = self._of_each_parameter()
+        if len(found) == len(self._apart) and all(map(is_, found, self._apart)):
             return  # backward has added to them in place
-        self._apart = existing
-        if self._sparse or any(map(is_not, map(type, existing), _TENSOR)):
-            existing = [gradient for gradient in existing if _is_plain(gradient)]
+        self._apart = found
+        existing = found
+        if self._sparse or any(map(is_not, map(type, found), _TENSOR)):
+            existing = [gradient for gradient in found if gradient is not None and _is_plain(gradient)]
         if not share_memory(existing):
             return
         copied = {id(existing[index]) for index in sharing_memory(existing)}
         for parameter in self.parameters():
             if parameter.grad is not None and id(parameter.grad) in copied:
                 parameter.grad = parameter.grad.clone()
-        self._apart = self._existing()
+        self._apart = self._of_each_parameter()
 
     def detach(self) -> None:
         """Cuts the graphs that `create_graph=True` leaves on gradients, so that the next micro-batch does not grow them."""
@@ -272,14 +275,16 @@ class Gradients:
         """Whose they are, in the optimizer's order."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
-    def _existing(self) -> list[Tensor]:
-        found: list[Tensor] = []
+    def _of_each_parameter(self) -> list[Any]:
+        """The gradients of all parameters, in the optimizer's order, with None for a parameter that has none."""
+        found: list[Any] = []
         for group in self._optimizer.param_groups:
-            gradients = [*map(_GRADIENT, group["params"])]
-            if any(map(is_, gradients, _NOTHING)):
-                gradients = [gradient for gradient in gradients if gradient is not None]
-            found += gradients
+            found += map(_GRADIENT, group["params"])
         return found
+
+    def _existing(self) -> list[Tensor]:
+        found = self._of_each_parameter()
+        return [gradient for gradient in found if gradient is not None] if any(map(is_, found, _NOTHING)) else found
 
     def _strided(self) -> list[Tensor]:
         """All of them, and of sparse ones the rows that are there. Rows that backward has left twice are added up first."""

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ignite_train.carried import Carried
 from ignite_train.forward import BoundForward, ForwardOutput, as_forward_output, is_declared, refuse_fraction
 from ignite_train.internals.of_torch import COLLECTIVE_NAMESPACES, DispatchMode, pytree, schema_of, storage_number
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.precision import Precision
+from ignite_train.state import Carried
 
 __all__ = ["FirstForward", "LossDeclarationWarning", "check_declaration", "without_first_look"]
 

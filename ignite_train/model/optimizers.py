@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import FunctionType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -17,19 +16,14 @@ from ignite_train.arguments import describe
 from ignite_train.internals.of_torch import COUNTS_STEPS
 
 __all__ = [
-    "GathersState",
-    "InnerState",
     "OneOrSeveralOptimizers",
     "Optimizers",
     "as_optimizers",
     "check_optimizers",
     "each_optimizer",
-    "has_own_form",
     "inner_optimizers",
     "is_torchs",
     "is_wrapped_by_scheduler",
-    "load_optimizer_state",
-    "optimizer_state",
     "optimizers_as_parts",
     "parts_as_optimizers",
     "stepped_parameters",
@@ -38,16 +32,7 @@ __all__ = [
 OneOrSeveralOptimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 """The optimizers as `create_trainer` takes them: one optimizer, a list of them, or a mapping that names them."""
 
-_PARAMETER = "parameter"  # what stands before the number of one that was a key
 _FOLDER = "optimizers/"  # what the name of one of several begins with, in a checkpoint
-
-
-@runtime_checkable
-class GathersState(Protocol):
-    """An optimizer whose ranks hold a part each, such as `ZeroRedundancyOptimizer`: rank 0 gathers all parts to save them."""
-
-    def consolidate_state_dict(self, to: int) -> None:
-        """Gathers the parts on rank `to`. Collective."""
 
 
 class Optimizers:
@@ -87,126 +72,6 @@ class Optimizers:
                 return self.labels[name], group
             group -= len(optimizer.param_groups)
         raise IndexError(group)
-
-
-class InnerState:
-    """The state of an optimizer inside another one, as SAM has its base optimizer, for checkpoints.
-
-    `Optimizer.state_dict` of the outer one does not have it. Where both share their groups they do so after loading too.
-
-    Args:
-        outer: the one that the run steps.
-        inner: the one inside.
-
-    Attributes:
-        shares_groups: whether they have the same list of groups, so that one that is added to either is in both.
-    """
-
-    def __init__(self, outer: Optimizer, inner: Optimizer) -> None:
-        self.inner, self._outer = inner, outer
-        self.shares_groups = inner.param_groups is outer.param_groups
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the inner one."""
-        return optimizer_state(self.inner)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """To be called after the outer one has loaded its own."""
-        load_optimizer_state(self.inner, state_dict)
-        if self.shares_groups:
-            self.inner.param_groups = self._outer.param_groups
-
-
-def has_own_form(state_dict: Mapping[str, Any]) -> bool:
-    """Whether the state of an optimizer has other keys than those of torch, as that of some wrappers has."""
-    return not {"state", "param_groups"} <= state_dict.keys()
-
-
-def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The `state_dict` of an optimizer, as a checkpoint can hold it.
-
-    Where it has a form of its own, and parameters for the keys of a mapping, their numbers are the keys.
-    """
-    state = optimizer.state_dict()
-    if has_own_form(state):
-        numbers = {parameter: (_PARAMETER, number) for number, parameter in enumerate(_parameters_of(optimizer))}
-        state = _with_other_keys(state, numbers)
-    return state
-
-
-def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Loads what `optimizer_state` gave, each value as it was saved; tensors where torch puts them.
-
-    torch's `load_state_dict` gives each tensor of the state the dtype of its parameter, which loses bits of moments in float32
-    over weights in bfloat16, and makes other values of strings. An optimizer that overrides `load_state_dict` decides itself;
-    what only has been rounded, since it calls torch's, is put back. What an optimizer shares with one inside it, the state or
-    the parameter groups, it shares afterwards too.
-    """
-    inside = [one for one in vars(optimizer).values() if isinstance(one, Optimizer) and one is not optimizer]
-    shared = [
-        (inner, name, vars(inner)[name])
-        for inner in inside
-        for name in ("state", "param_groups")
-        if vars(inner).get(name) is vars(optimizer).get(name)
-    ]
-    _load_optimizer_state(optimizer, state_dict)
-    for inner, name, before in shared:
-        loaded, other = (optimizer, inner) if vars(optimizer)[name] is not before else (inner, optimizer)
-        vars(other)[name] = vars(loaded)[name]
-
-
-def _load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    if has_own_form(state_dict):
-        by_key = {(_PARAMETER, number): parameter for number, parameter in enumerate(_parameters_of(optimizer))}
-        optimizer.load_state_dict(_with_other_keys(state_dict, by_key))
-        return
-    optimizer.load_state_dict(dict(state_dict))
-    by_torch = type(optimizer).load_state_dict is Optimizer.load_state_dict
-    restored = _as_saved if by_torch else _unrounded
-    parameters = _parameters_of(optimizer)
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    if not by_torch and len(keys) != len(parameters):
-        return
-    for parameter, key in zip(parameters, keys, strict=True):
-        saved, loaded = state_dict["state"].get(key), optimizer.state.get(parameter)
-        if isinstance(saved, Mapping) and isinstance(loaded, dict):
-            for name in saved.keys() & loaded.keys() - {"step"}:  # whose dtype and device depend on the kernel
-                loaded[name] = restored(saved[name], loaded[name], parameter.dtype)
-
-
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _with_other_keys(value: Any, keys: Mapping[Any, Any]) -> Any:
-    """A copy of nested mappings and lists, in which `keys` says what some keys are replaced by."""
-    if isinstance(value, Mapping):
-        return {keys.get(key, key): _with_other_keys(entry, keys) for key, entry in value.items()}
-    return [_with_other_keys(entry, keys) for entry in value] if type(value) is list else value
-
-
-def _as_saved(saved: Any, loaded: Any, dtype: torch.dtype) -> Any:
-    """`saved`, with its tensors on the devices of those in `loaded`."""
-    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
-        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
-    if isinstance(saved, Mapping) and isinstance(loaded, Mapping):
-        return {key: _as_saved(value, loaded[key], dtype) for key, value in saved.items()}
-    if isinstance(saved, (list, tuple)) and isinstance(loaded, (list, tuple)):
-        return type(saved)(_as_saved(one, other, dtype) for one, other in zip(saved, loaded, strict=True))
-    return saved
-
-
-def _unrounded(saved: Any, loaded: Any, dtype: torch.dtype) -> Any:
-    """`loaded`, with the saved tensors in place of those that are nothing but rounded to the dtype of the parameter."""
-    if type(saved) is Tensor and type(loaded) is Tensor:
-        there = saved.to(loaded.device)
-        is_rounded = saved.dtype != loaded.dtype == dtype and saved.shape == loaded.shape
-        return there if is_rounded and torch.allclose(there.to(dtype), loaded, rtol=0, atol=0, equal_nan=True) else loaded
-    if isinstance(saved, dict) and type(saved) is type(loaded) and saved.keys() == loaded.keys():
-        return type(saved)((key, _unrounded(value, loaded[key], dtype)) for key, value in saved.items())
-    if type(saved) in (list, tuple) and type(saved) is type(loaded) and len(saved) == len(loaded):
-        return type(saved)(_unrounded(one, other, dtype) for one, other in zip(saved, loaded, strict=True))
-    return loaded
 
 
 def inner_optimizers(optimizer: Optimizer, *, with_own_state: bool = True) -> dict[str, Optimizer]:
@@ -272,26 +137,11 @@ def _instead_of(value: Any) -> str:
     return ""
 
 
-def optimizers_as_parts(optimizer: Optimizer | Optimizers) -> dict[str, Optimizer | InnerState]:
-    """The optimizers by their names in a checkpoint, and those inside them, each once."""
+def optimizers_as_parts(optimizer: Optimizer | Optimizers) -> dict[str, Optimizer]:
+    """The optimizers by their names in a checkpoint."""
     if isinstance(optimizer, Optimizers):
-        outer = {f"{_FOLDER}{name}": one for name, one in optimizer.named.items()}
-    else:
-        outer = {"optimizer": optimizer}
-    met, parts = {id(one) for one in outer.values()}, dict[str, Optimizer | InnerState]()
-    for name, one in outer.items():
-        parts[name] = one
-        if not isinstance(one, GathersState):
-            _add_inner(parts, met, name, one)
-    return parts
-
-
-def _add_inner(parts: dict[str, Optimizer | InnerState], met: set[int], prefix: str, owner: Optimizer) -> None:
-    for name, one in inner_optimizers(owner).items():
-        if id(one) not in met:
-            met.add(id(one))
-            parts[f"{prefix}.{name}"] = InnerState(owner, one)
-            _add_inner(parts, met, f"{prefix}.{name}", one)
+        return {f"{_FOLDER}{name}": one for name, one in optimizer.named.items()}
+    return {"optimizer": optimizer}
 
 
 def parts_as_optimizers(parts: Mapping[str, Any]) -> Optimizer | dict[str, Optimizer]:

@@ -6,10 +6,8 @@ that is run again, and those that a loader, its samplers and its dataset hold.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
@@ -47,7 +45,6 @@ PYTHON: random.Random = attrgetter("__self__")(random.random)
 """Python's own generator, whose methods are the functions of `random`."""
 NUMPY: np.random.RandomState = attrgetter("__self__")(np.random.rand)
 """NumPy's own generator, likewise."""
-_WORDS = 624  # of a Mersenne twister
 _MAX_DEPTH, _MAX_OBJECTS, _MAX_ENTRIES = 5, 500, 32  # a dataset may hold millions of objects, which are not searched
 _NO_OWNERS = (
     Tensor,
@@ -84,10 +81,6 @@ class RandomState:
             if device.type != "cpu":
                 backend = torch.get_device_module(device)
                 self._on_devices.append((backend, device, backend.get_rng_state(device)))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RandomState:
-        """Itself: it does not change, and the generators are there once."""
-        return self
 
     def restore(self) -> None:
         """Puts the generators back to it."""
@@ -168,7 +161,8 @@ class Draws:
 
 def capture_random_state(*, accelerators: bool = True) -> dict[str, Any]:
     """The state of each default generator of this process, in plain types."""
-    states: dict[str, Any] = {"python": random.getstate(), "numpy": _numpy.read(), "torch": torch.get_rng_state()}
+    numpys: Any = np.random.get_state(legacy=False)
+    states: dict[str, Any] = {"python": random.getstate(), "numpy": numpys, "torch": torch.get_rng_state()}
     if accelerators and torch.accelerator.is_available():
         module = torch.get_device_module(torch.accelerator.current_accelerator())
         states["accelerators"] = [module.get_rng_state(index) for index in range(torch.accelerator.device_count())]
@@ -178,49 +172,6 @@ def capture_random_state(*, accelerators: bool = True) -> dict[str, Any]:
 def have_drawn(states: Mapping[str, Any]) -> bool:
     """Whether Python's generator, or torch's of the CPU, has moved since `capture_random_state` gave `states`."""
     return random.getstate() != states["python"] or not torch.equal(torch.get_rng_state(), states["torch"])
-
-
-class _NumpyState:
-    """NumPy's default generator, whose state is read from NumPy only where it has changed since it was read last.
-
-    NumPy takes 60 µs to read it, because it converts each of 624 words. Whether they have changed is seen in their memory,
-    whose address NumPy publishes for `ctypes`, within 2 µs. Beside the words there may be a normal number, the second of a
-    pair, which is drawn next and changes no word; so a state that has one is read each time. (One case is not noticed: after
-    a reading a program puts back an earlier state that has the same words and such a number.)
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[str, Any] | None = None
-        self._words = b""
-
-    def read(self) -> dict[str, Any]:
-        """The state, in plain types."""
-        if self._known is None or _words_in_memory() != self._words:
-            state: dict[str, Any] = np.random.get_state(legacy=False)
-            self.note(state)
-            return state
-        words = self._known["state"]
-        return {**self._known, "state": {**words, "key": words["key"].copy()}}
-
-    def note(self, state: Mapping[str, Any]) -> None:
-        """Remembers the state, if the memory holds what is expected there."""
-        self._known, words = None, state["state"]
-        self._words = _words_in_memory()
-        if not state.get("has_gauss", 1) and words.keys() >= {"key", "pos"}:
-            key = np.asarray(words["key"], dtype=np.uint32)
-            if self._words == key.tobytes() + int(words["pos"]).to_bytes(4, sys.byteorder):
-                self._known = {**state, "state": {**words, "key": key.copy()}}
-
-
-def _words_in_memory() -> bytes:
-    """The words of NumPy's default generator and its position in them; empty if it is not the Mersenne twister."""
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # NumPy's stub forgets it
-    if type(generator) is not np.random.MT19937:
-        return b""
-    return ctypes.string_at(generator.ctypes.state_address, 4 * (_WORDS + 1))
-
-
-_numpy = _NumpyState()
 
 
 def check_generators(states: Mapping[str, Any]) -> None:
@@ -252,7 +203,6 @@ def restore_random_state(states: Mapping[str, Any]) -> None:
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(states["numpy"])
-    _numpy.note(states["numpy"])
     torch.set_rng_state(states["torch"])
     if "accelerators" in states and torch.accelerator.is_available():
         module = torch.get_device_module(torch.accelerator.current_accelerator())
@@ -313,11 +263,11 @@ def generators_within(owner: Any) -> dict[str, Generator]:
     The generators of the process are left out. So are those in closures, in large containers and in a pass that is under way.
     """
     found: dict[str, Generator] = {}
-    queue: list[tuple[tuple[str, ...], Any]] = [((), owner)]
+    queue: list[tuple[tuple[Any, ...], Any]] = [((), owner)]
     seen = {id(torch.default_generator), id(PYTHON), id(NUMPY), id(owner)}
     for path, value in queue:  # grows
         if isinstance(value, Generator):
-            found[".".join(path)] = value
+            found[".".join(map(str, path))] = value
             continue
         for name, entry in _attributes(value).items() if len(path) < _MAX_DEPTH else ():
             if len(queue) < _MAX_OBJECTS and entry is not None and id(entry) not in seen and not isinstance(entry, _NO_OWNERS):
@@ -332,8 +282,6 @@ def get_generator_state(generator: Generator) -> Any:
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
-    if generator is NUMPY:
-        return _numpy.read()
     return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(legacy=False)
 
 
@@ -354,8 +302,6 @@ def set_generator_state(generator: Generator, state: Any) -> None:
             generator.bit_generator.state = state
         else:
             generator.set_state(state)
-        if generator is NUMPY:
-            _numpy.note(state)
     else:
         raise ValueError(f"the state of a {type(generator).__name__} must not be of type {type(state).__name__}")
 
@@ -375,15 +321,15 @@ def _are_alike(one: Any, other: Any) -> bool:
     return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
 
 
-def _attributes(value: Any) -> Mapping[str, Any]:
-    """The attributes or entries of an object, by name; empty if it is too large or has none.
+def _attributes(value: Any) -> Mapping[Any, Any]:
+    """The attributes or entries of an object, by name, key or index; empty if it is too large or has none.
 
     A container of the user's own class is not iterated, because that may read its data; its attributes are looked at instead.
     """
     if type(value) in (list, tuple, dict):
         if len(value) > _MAX_ENTRIES:
             return {}
-        return {str(key): entry for key, entry in (value.items() if type(value) is dict else enumerate(value))}
+        return dict(value if type(value) is dict else enumerate(value))
     try:
         return {name: entry for name, entry in vars(value).items() if name != ITERATOR}
     except TypeError:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ignite_train.carried import Carried
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import Gradients
 from ignite_train.ranks import collectives
@@ -19,6 +18,7 @@ from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.ddp import DDPCrossing
 from ignite_train.ranks.messages import Outgoing
 from ignite_train.ranks.statistics import Statistics
+from ignite_train.state import Carried
 
 __all__ = ["PlaceholderCrossing", "Placeholders", "borrowed_micro_batch"]
 

@@ -166,15 +166,19 @@ class Statistics:
 
     def add(self, output: ForwardOutput) -> None:
         """Adds one micro-batch. On an accelerator nothing is read back."""
+        loss, size, logs, _ = output
         self._count += 1
-        size = output.sample_size
-        self._sums[0] += float(size) if type(size) is int else self._number(size)
-        self._sums[1] += self._number(output.loss)
-        for name, value in output.logs.items():
+        self._sums[0] += size if type(size) is int else self._number(size)
+        self._sums[1] += loss.item() if self.on_host and type(loss) is Tensor else self._number(loss)
+        if logs:
+            self._add_logs(logs)
+
+    def _add_logs(self, logs: Mapping[str, Any]) -> None:
+        for name, value in logs.items():
             if type(value) is tuple:
                 self._add_pair(name, *value)
             else:
-                self._logs[name] = self._logs.get(name, 0.0) + self._number(value)  # type: ignore[arg-type]  # no tuple
+                self._logs[name] = self._logs.get(name, 0.0) + self._number(value)
 
     def _add_pair(self, name: str, value: float | Tensor, weight: float | Tensor) -> None:
         self._has_weights = True

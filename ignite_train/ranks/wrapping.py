@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ignite_train.arguments import one_of
-from ignite_train.carried import Carried
 from ignite_train.internals.of_distributed import reduced_late
 from ignite_train.model.memory_layout import gradient_dtype
 from ignite_train.ranks import collectives
@@ -24,6 +23,7 @@ from ignite_train.ranks.members import Members, check_elastic
 from ignite_train.ranks.mesh import MeshCrossing
 from ignite_train.ranks.placeholders import PlaceholderCrossing, Placeholders
 from ignite_train.ranks.replicas import LocalCrossing, ReplicasCrossing, SmallReplicasCrossing
+from ignite_train.state import Carried
 
 __all__ = ["ReductionName", "crossing_for", "data_ranks_of_any", "own_parameters", "unwrap"]
 

@@ -27,8 +27,7 @@ from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.read_checkpoint import Found, best, find
 from ignite_train.errors import CheckpointError
 from ignite_train.tools.consolidate import consolidate
-from ignite_train.tools.distributed_checkpoint import is_distributed_checkpoint
-from ignite_train.tools.inspection import chosen_checkpoint, damage_of
+from ignite_train.tools.inspection import chosen_checkpoint, damage_of, is_distributed_checkpoint
 from ignite_train.tools.write_weights import MAX_SHARD_BYTES, Format
 
 __all__ = ["checkpoint_command"]

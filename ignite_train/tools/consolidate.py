@@ -13,8 +13,7 @@ from ignite_train.arguments import did_you_mean, path_of, positive_int
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import HANDLERS
 from ignite_train.errors import CheckpointError
-from ignite_train.tools.distributed_checkpoint import is_distributed_checkpoint, read_distributed_checkpoint
-from ignite_train.tools.inspection import chosen_checkpoint
+from ignite_train.tools.inspection import chosen_checkpoint, is_distributed_checkpoint
 from ignite_train.tools.write_weights import MAX_SHARD_BYTES, Format, write_weights
 
 __all__ = ["consolidate", "read_entry"]
@@ -67,6 +66,8 @@ def consolidate(
             raise CheckpointError(
                 f"best, trained_only and evaluated need a checkpoint of this library, got {path}; leave them out"
             )
+        from ignite_train.tools.distributed_checkpoint import read_distributed_checkpoint
+
         state: Any = read_distributed_checkpoint(path, entry)
     else:
         with CheckpointReader(chosen_checkpoint(path, best=best)) as stored:

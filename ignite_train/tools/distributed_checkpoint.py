@@ -1,4 +1,7 @@
-"""Directories of `torch.distributed.checkpoint`, which torchtitan and others write: the weights in them, in and out."""
+"""Directories of `torch.distributed.checkpoint`, which torchtitan and others write: the weights in them, in and out.
+
+Torch's modules for it take long to import, so this file is imported by the functions that use it.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.errors import CheckpointError
+from ignite_train.tools.inspection import DISTRIBUTED_METADATA
 
-__all__ = ["is_distributed_checkpoint", "read_distributed_checkpoint", "write_distributed_checkpoint"]
+__all__ = ["read_distributed_checkpoint", "write_distributed_checkpoint"]
 
-_METADATA = ".metadata"
 # What torch writes into the description of a checkpoint, which is a pickle: nothing else in it is imported.
 _CLASSES = {
     ("torch", "Size"),
@@ -55,16 +58,11 @@ class _Reader(FileSystemReader):
     """Reads the files of a checkpoint, and runs nothing that stands in them."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        with Path(self.path, _METADATA).open("rb") as file:
+        with Path(self.path, DISTRIBUTED_METADATA).open("rb") as file:
             found = _Unpickler(file).load()
         if not isinstance(found, Metadata):
             raise pickle.UnpicklingError("it describes no checkpoint")
         return found
-
-
-def is_distributed_checkpoint(path: Path) -> bool:
-    """Whether a directory is one that `torch.distributed.checkpoint` has written."""
-    return (path / _METADATA).is_file()
 
 
 def read_distributed_checkpoint(path: Path, entry: str = "model") -> dict[str, Tensor]:

@@ -11,7 +11,10 @@ from ignite_train.checkpoint.read_checkpoint import best as best_of
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.errors import CheckpointError, DamagedCheckpointError
 
-__all__ = ["chosen_checkpoint", "damage_of", "latest", "verify"]
+__all__ = ["DISTRIBUTED_METADATA", "chosen_checkpoint", "damage_of", "is_distributed_checkpoint", "latest", "verify"]
+
+DISTRIBUTED_METADATA = ".metadata"
+"""The file by which a directory that `torch.distributed.checkpoint` has written is known."""
 
 
 def verify(path: str | Path) -> None:
@@ -41,6 +44,11 @@ def latest(directory: str | Path) -> Path | None:
         if not damage_of(found):
             return found.path
     return None
+
+
+def is_distributed_checkpoint(path: Path) -> bool:
+    """Whether a directory is one that `torch.distributed.checkpoint` has written."""
+    return (path / DISTRIBUTED_METADATA).is_file()
 
 
 def chosen_checkpoint(path: str | Path, *, best: bool = False) -> Path:

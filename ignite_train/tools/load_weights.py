@@ -20,8 +20,7 @@ from ignite_train.errors import CheckpointError
 from ignite_train.model.averaged_tensors import plain_name
 from ignite_train.ranks.wrapping import unwrap
 from ignite_train.tools.consolidate import read_entry
-from ignite_train.tools.distributed_checkpoint import is_distributed_checkpoint, read_distributed_checkpoint
-from ignite_train.tools.inspection import chosen_checkpoint
+from ignite_train.tools.inspection import chosen_checkpoint, is_distributed_checkpoint
 
 __all__ = ["load_weights", "read_weights"]
 
@@ -100,6 +99,8 @@ def read_weights(path: str | Path, *, entry: str = "model", best: bool = False) 
     """
     path = path_of("path", path)
     if is_distributed_checkpoint(path) and not best:
+        from ignite_train.tools.distributed_checkpoint import read_distributed_checkpoint
+
         return read_distributed_checkpoint(path, entry)
     path = _hub_file(path) or path
     return _read_file(path, entry, best=best) if path.is_file() else _read_checkpoint(path, entry, best=best)

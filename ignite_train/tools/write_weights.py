@@ -16,7 +16,6 @@ from ignite_train.arguments import describe, one_of, path_of
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.tensor_files import Box, Piece, is_plain_dtype, write_tensors
 from ignite_train.errors import CheckpointError
-from ignite_train.tools.distributed_checkpoint import write_distributed_checkpoint
 
 __all__ = ["MAX_SHARD_BYTES", "Format", "write_weights"]
 
@@ -47,6 +46,8 @@ def write_weights(
         file_format = "safetensors" if output.suffix == _SUFFIX else "torch"
     one_of("file_format", file_format, ("torch", "safetensors", "distributed"))
     if file_format == "distributed":
+        from ignite_train.tools.distributed_checkpoint import write_distributed_checkpoint
+
         write_distributed_checkpoint(_tensors(state, output), output)
         return file_format
     if not output.name or output.is_dir():

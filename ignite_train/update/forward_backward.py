@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,8 +36,6 @@ from ignite_train.update.weak_method import WeakMethod
 
 __all__ = ["ForwardBackward"]
 
-_NOTHING = nullcontext()
-
 
 @dataclass(kw_only=True)
 class ForwardBackward:
@@ -46,7 +45,7 @@ class ForwardBackward:
         model: with its wrapper, if it has one.
         module: without.
         user_forward: the user's function; in its first run it is looked at for mistakes.
-        run_backward: as `torch.autograd.backward`.
+        run_backward: as `torch.autograd.backward`; given the loss alone, it keeps or makes the graph that the options ask for.
         transfer: copies micro-batches to the device; None on the CPU.
         precision: of forward.
         loss_scaling: multiplies the loss.
@@ -58,7 +57,6 @@ class ForwardBackward:
         term_totals: what is known of them in the running update.
         options: of the update.
         counts: whether this rank's samples count; see `Statistics`.
-        backward_settings: the arguments of each backward, besides the loss.
         is_other: whether the running update has another forward than the trainer was made with.
         name: of the running update.
         awaits_size: whether the first loss scale is still to be found in the running update.
@@ -90,8 +88,8 @@ class ForwardBackward:
         self.terms = None if count is None else LossTerms(count, counts=self.counts)
         self.term_totals: TermTotals = UNCOUNTED
         self._is_one_rank = collectives.world_size() == 1  # asked once: it takes longer than a log
-        creates = self.options.create_graph
-        self.backward_settings = {"retain_graph": self.options.retain_graph or creates, "create_graph": creates}
+        if self.options.retain_graph or self.options.create_graph:
+            self.run_backward = partial(self.run_backward, retain_graph=True, create_graph=self.options.create_graph)
         self._begins_by_size = self.loss_scaling if isinstance(self.loss_scaling, TorchLossScaling) else None
 
     @contextmanager
@@ -120,16 +118,20 @@ class ForwardBackward:
 
     def forward(self, micro_batch: Any) -> ForwardOutput:
         """Runs the user's function on a micro-batch, which is copied to the device first, and checks the result."""
-        with self.precision.autocast() if self._autocasts else _NOTHING:
-            on_device = micro_batch if self.transfer is None else self.transfer(micro_batch)
-            output = as_forward_output(self.user_forward(self.model, on_device), self.term_totals)
+        on_device = micro_batch if self.transfer is None else self.transfer(micro_batch)
+        if self._autocasts:
+            with self.precision.autocast():
+                returned = self.user_forward(self.model, on_device)
+        else:
+            returned = self.user_forward(self.model, on_device)
+        output = as_forward_output(returned, self.term_totals)
         if self.awaits_size:
             self.agree_on_scale(output.sample_size)
         return output
 
     def backward(self, output: ForwardOutput) -> None:
         """Adds the gradients of the loss, times the loss scale, to `.grad`."""
-        self.run_backward(self.scaled(output.loss), **self.backward_settings)
+        self.run_backward(self.scaled(output.loss))
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for backward."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -14,12 +13,14 @@ from torch import Tensor
 
 from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.events import TrainEvents
+from ignite_train.forward import ForwardOutput
 from ignite_train.model.gradients import SMALLEST_NORM, Gradients, may_trust_norm
 from ignite_train.model.learning_rates import LearningRates
 from ignite_train.model.seeding import Seeding
 from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.messages import Outgoing
 from ignite_train.ranks.statistics import Statistics, Totals
+from ignite_train.state import TrainState
 from ignite_train.trainer import Trainer
 from ignite_train.update.forward_backward import ForwardBackward
 from ignite_train.update.handler_guard import HandlerGuard
@@ -30,7 +31,6 @@ __all__ = ["Gather"]
 # Firing an event without handlers takes about as long as finding it in its class.
 _MICRO_BATCH_STARTED, _FORWARD_COMPLETED = TrainEvents.MICRO_BATCH_STARTED, TrainEvents.FORWARD_COMPLETED
 _BACKWARD_COMPLETED = TrainEvents.BACKWARD_COMPLETED
-_NOTHING = nullcontext()
 
 
 @dataclass(kw_only=True)
@@ -58,11 +58,14 @@ class Gather:
     num_placeholders: int = 0
     _seeding: Seeding | None = field(init=False)
     _guard: HandlerGuard = field(init=False)
-    _num_guarded: int = 0  # times that handlers of MICRO_BATCH_STARTED are still looked at
+    _state: TrainState = field(init=False)
+    _on_backward: Sequence[Callable[[ForwardOutput], object]] = ()  # see `Moments`
+    _is_started_heard: bool = False  # whether MICRO_BATCH_STARTED has handlers
+    _num_guarded: int = 0  # times that they are still looked at
     _is_guarded: bool = False  # whether an event has handlers that must not change gradients, so that these are compared
 
     def __post_init__(self) -> None:
-        self._seeding, self._guard = self.passes.seeding, self.passes.guard
+        self._seeding, self._guard, self._state = self.passes.seeding, self.passes.guard, self.passes.state
 
     def __call__(self, trainer: Trainer, group: Sequence[Any]) -> None:
         """Gathers. Collective where the last backward is.
@@ -72,34 +75,34 @@ class Gather:
             group: the micro-batches of this rank; empty where its data has run out while others have some.
         """
         passes, recovery, crossing, gradients = self.passes, self.recovery, self.crossing, self.gradients
-        state, done = trainer.state, self.begin(trainer, group)
+        state, done = self._state, self.begin(trainer, group)
         for number, micro_batch in enumerate(islice(group, done, None), start=done + 1):
             last = number == len(group) + self.num_placeholders  # whose number is right by now, see ArrivingGroup
             self.begin_micro_batch(trainer, number - 1)
-            # DDP asks in forward already whether this backward will reduce, so the context covers both.
-            with crossing.context(last=last):
-                # One part, unless the micro-batch had to be cut to fit into memory.
-                for part in (micro_batch,) if recovery is None else recovery.parts(micro_batch):
-                    with _NOTHING if recovery is None else recovery.attempt(part):
-                        # Held in the state alone, so that its graph is freed before the next forward needs the memory.
-                        state.forward_output = passes.forward(part)
-                        # Before backward, since the sums of the last micro-batch are sent before it.
-                        self.statistics.add(state.forward_output)
-                        if self._is_guarded:
-                            self._guard.fire(trainer, _FORWARD_COMPLETED)
-                        if passes.transfer is not None and number < len(group):
-                            # Asked for now, so that it is copied while backward runs.
-                            passes.transfer.ahead(group[number])
-                        trainer.begin_section("backward")
-                        if last and not crossing.may_drop_micro_batches:
-                            # All sums are known before backward. Sent now, they arrive while it runs, ahead of its gradients.
-                            outgoing = Outgoing(trainer.requests, trainer.piggybacks)
-                            crossing.start(outgoing, self.statistics, gradients, state.forward_output.loss)
-                        passes.run_backward(passes.scaled(state.forward_output.loss), **passes.backward_settings)
-                        # The next backward adds to these gradients in place, which must not reach those of another parameter.
-                        gradients.separate()
-                        for callback in trainer.moments.on_backward:
-                            callback(state.forward_output)
+            # One part, unless the micro-batch had to be cut to fit into memory.
+            for part in (micro_batch,) if recovery is None else recovery.parts(micro_batch):
+                # DDP asks in forward already whether this backward will reduce, so the context covers both. A crossing that
+                # has one lets no micro-batch be dropped, and so there is no recovery beside it.
+                with crossing.context(last=last) if recovery is None else recovery.attempt(part):
+                    # Held in the state alone, so that its graph is freed before the next forward needs the memory.
+                    state.forward_output = passes.forward(part)
+                    # Before backward, since the sums of the last micro-batch are sent before it.
+                    self.statistics.add(state.forward_output)
+                    if self._is_guarded:
+                        self._guard.fire(trainer, _FORWARD_COMPLETED)
+                    if passes.transfer is not None and number < len(group):
+                        # Asked for now, so that it is copied while backward runs.
+                        passes.transfer.ahead(group[number])
+                    trainer.begin_section("backward")
+                    if last and not crossing.may_drop_micro_batches:
+                        # All sums are known before backward. Sent now, they arrive while it runs, ahead of its gradients.
+                        outgoing = Outgoing(trainer.requests, trainer.piggybacks)
+                        crossing.start(outgoing, self.statistics, gradients, state.forward_output.loss)
+                    passes.run_backward(passes.scaled(state.forward_output.loss))
+                    # The next backward adds to these gradients in place, which must not reach those of another parameter.
+                    gradients.separate()
+                    for callback in self._on_backward:
+                        callback(state.forward_output)
             if self._is_guarded:
                 self._guard.fire(trainer, _BACKWARD_COMPLETED)
             if passes.options.create_graph:
@@ -121,7 +124,7 @@ class Gather:
 
     def begin_micro_batch(self, trainer: Trainer, index: int) -> None:
         """Counts the micro-batch of this index in the group, seeds what it draws, and tells handlers."""
-        state = trainer.state
+        state = self._state
         state.num_micro_batches, state.micro_batch_in_group = state.num_micro_batches + 1, index
         trainer.begin_section("forward")
         if self._seeding is not None:
@@ -130,7 +133,7 @@ class Gather:
         if self._num_guarded:
             self._num_guarded -= 1
             self._guard.fire(trainer, _MICRO_BATCH_STARTED)
-        else:
+        elif self._is_started_heard:
             trainer.fire_event(_MICRO_BATCH_STARTED)
 
     def cross(self, trainer: Trainer) -> Totals:
@@ -193,7 +196,9 @@ class Gather:
     def choose(self, trainer: Trainer) -> None:
         """Chooses the work that the attached handlers need. Called whenever one is attached or removed."""
         self._is_guarded = trainer.has_handlers(_FORWARD_COMPLETED) or trainer.has_handlers(_BACKWARD_COMPLETED)
-        self._num_guarded = 4 * trainer.has_handlers(_MICRO_BATCH_STARTED)
+        self._is_started_heard = trainer.has_handlers(_MICRO_BATCH_STARTED)
+        self._num_guarded = 4 * self._is_started_heard
+        self._on_backward = trainer.moments.on_backward
 
     def _take_part(self, trainer: Trainer) -> None:
         """In place of the micro-batches that this rank lacks."""

@@ -62,7 +62,7 @@ def _of_loggers(trainer: Trainer, *, keeps_gradients: bool) -> Iterator[str]:
         name, problem = type(handler).__name__, _problem(event, keeps_gradients=keeps_gradients)
         if name in _LOGGERS and problem:
             yield (
-                f"{name} is attached to {event!r}, where .grad {problem}; pass UpdateOptions(keep_gradients=True) and "
+                f"{name} is attached to {event}, where .grad {problem}; pass UpdateOptions(keep_gradients=True) and "
                 "attach it to Events.ITERATION_COMPLETED"
             )
             return

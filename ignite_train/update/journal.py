@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ignite_train.engine.progress import Progress
+from ignite_train.engine.loop import Progress
 from ignite_train.model.step_watch import StepWatch
 from ignite_train.state import TrainState
 

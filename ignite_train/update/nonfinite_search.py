@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ignite_train.carried import Carried
 from ignite_train.forward import BoundForward
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import Gradients
@@ -18,6 +17,7 @@ from ignite_train.model.random_state import Draws
 from ignite_train.ranks import collectives
 from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.rank_vote import RankVote
+from ignite_train.state import Carried
 from ignite_train.update.loss_scaling import LossScaling, scale_near_floor
 
 __all__ = ["NonFiniteSearch"]

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ignite_train.carried import Carried
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.micro_batch_rollback import writing_error, written_into
 from ignite_train.ranks.statistics import Statistics
+from ignite_train.state import Carried
 from ignite_train.update.halves import halves, is_of_samples, num_samples, uncut
 
 __all__ = ["RecoverFromOutOfMemory", "advise", "memory_summary"]

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import Tensor, nn
 
-from ignite_train.arguments import settings_of
 from ignite_train.internals.of_torch import version_of
 from ignite_train.model.buffer_rollback import BufferRollback
 from ignite_train.model.gradients import Gradients
@@ -157,35 +153,6 @@ class Scale:
     def now(self) -> float:
         """The scale of the running update."""
         return self._loss_scaling.scale
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The class and the settings of the policy, where there is one, in plain types; see `Trainer.config`."""
-        policy = self._loss_scaling
-        return {"loss_scaling": {"class": type(policy).__name__, **settings_of(policy)}} if policy.enabled else {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the policy, and its class, where there is one."""
-        policy = self._loss_scaling
-        if not policy.enabled:
-            return {"loss_scaling": {}}
-        return {"loss_scaling": policy.state_dict(), "scaled_by": type(policy).__name__}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes it over. The scale starts fresh where the state has none.
-
-        Raises:
-            ValueError: another class of loss scaling wrote it.
-        """
-        policy, mine = self._loss_scaling, type(self._loss_scaling).__name__
-        if not policy.enabled or state_dict["loss_scaling"] == {}:  # as it is without a loss scaling
-            return
-        if (wrote := state_dict.get("scaled_by", mine)) != mine:
-            raise ValueError(
-                f"{wrote!s:.60} wrote the scale of the loss, and this run has {mine}; pass the loss_scaling that it had, "
-                "or start with a fresh scale by Checkpoint(..., leave_out=('loss_scaling',))"
-            )
-        policy.load_state_dict(state_dict["loss_scaling"])
 
     def overflow(self) -> bool:
         """Tells it of an overflow; gives whether the scale fell. It may raise a `LossScaleFloorError`."""

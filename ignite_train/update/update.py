@@ -139,8 +139,6 @@ class Update:
         if self._is_shown:
             with self.gather.passes.guard.readable(decision.mean_factor):
                 trainer.fire_event(_GRADIENTS_READY)
-        else:
-            trainer.fire_event(_GRADIENTS_READY)
         # Where the device has made the step by now, it was with the rates that are in the record.
         if self._sets_rates and not self.stepper.watch.entered:
             rates = self.gather.learning_rates()
@@ -285,14 +283,12 @@ class Update:
         """See `Process`."""
         return self.parts.buffers.are_spoilt
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """The class and the settings of the loss scaling, where there is one, in plain types; see `Trainer.config`."""
-        return self.parts.scale.config
-
     def state_dict(self) -> dict[str, Any]:
-        """The state that lasts from update to update: the loss scaling, and how many in a row failed."""
-        return self.parts.scale.state_dict() | {"in_a_row": dict(self.policy.in_a_row)}
+        """The state that lasts from update to update: the loss scaling and its class, and how many in a row failed."""
+        scaling, counts = self.loss_scaling, dict(self.policy.in_a_row)
+        if not scaling.enabled:
+            return {"loss_scaling": {}, "in_a_row": counts}
+        return {"loss_scaling": scaling.state_dict(), "scaled_by": type(scaling).__name__, "in_a_row": counts}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes it over. The scale starts fresh where the state has none.
@@ -304,6 +300,14 @@ class Update:
             raise ValueError(f"state_dict['update'] must have the keys loss_scaling and in_a_row, got {describe(state_dict)}")
         counts = state_dict["in_a_row"]
         check_state_dict("Trainer", counts, (), counts)
-        self.parts.scale.load_state_dict(state_dict)
+        scaling, mine = self.loss_scaling, type(self.loss_scaling).__name__
+        # There is nothing where the run that wrote it had no loss scaling.
+        if scaling.enabled and (saved := state_dict["loss_scaling"]) != {}:
+            if (wrote := state_dict.get("scaled_by", mine)) != mine:
+                raise ValueError(
+                    f"{wrote!s:.60} wrote the scale of the loss, and this run has {mine}; pass the loss_scaling that it had, "
+                    "or start with a fresh scale by Checkpoint(..., leave_out=('loss_scaling',))"
+                )
+            scaling.load_state_dict(saved)
         self.parts.buffers.are_spoilt = False
         self.policy.in_a_row = dict(counts)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 __all__ = ["WeakMethod"]
 
@@ -16,8 +15,6 @@ _Result = TypeVar("_Result")
 
 class WeakMethod(Generic[_Given, _Result]):
     """Calls a method of an object that is held elsewhere, so that what an object gives its parts makes no cycle with it.
-
-    A deep copy calls the method of the object's copy; that of `weakref.WeakMethod` would call the method of the original.
 
     Args:
         method: of an object that lives as long as this is called.
@@ -31,6 +28,3 @@ class WeakMethod(Generic[_Given, _Result]):
         """Calls the method and returns its result."""
         result: _Result = self._function(self._object(), *args, **kwargs)
         return result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WeakMethod[_Given, _Result]:
-        return type(self)(MethodType(self._function, copy.deepcopy(self._object(), memo)))

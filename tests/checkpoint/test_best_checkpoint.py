@@ -149,7 +149,7 @@ def test_a_score_that_is_not_finite_is_not_the_best(score: float, tmp_path: Path
 def test_of_several_evaluations_after_one_update_the_first_counts(tmp_path: Path) -> None:
     """A test set at the end, evaluated by the evaluator of the validation, does not decide which weights are the best."""
     trainer, checkpoint, _, _ = job(tmp_path, scores=[2.0, 1.0, 3.0])
-    evaluator = checkpoint._attached()[0].evaluator
+    evaluator = checkpoint._run.evaluator
     assert evaluator is not None
     test_score = evaluator.append_event_handler(  # type: ignore[attr-defined]
         Events.EPOCH_COMPLETED, lambda: trainer.should_terminate and evaluator.state.metrics.update(loss=0.5)

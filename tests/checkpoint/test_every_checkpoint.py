@@ -288,7 +288,7 @@ def _validate(event: Any) -> Callable[[Trainer, Checkpoint], Any]:
     """Has a metric that falls at each validation, so that each is the best so far."""
 
     def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
-        evaluator = checkpoint._attached()[0].evaluator
+        evaluator = checkpoint._run.evaluator
         assert evaluator is not None
         evaluator.forward = lambda model, x: ForwardOutput(x.sum() - trainer.state.iteration - trainer.state.epoch, 1)
         Validation(evaluator, [torch.zeros(1)]).attach(trainer, event)

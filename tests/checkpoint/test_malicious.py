@@ -37,7 +37,6 @@ from ignite_train.checkpoint.tensor_files import (
     Box,
     Entry,
     Piece,
-    Snapshot,
     TensorFile,
     assemble,
     check_cover,
@@ -45,6 +44,7 @@ from ignite_train.checkpoint.tensor_files import (
     write_tensors,
 )
 from ignite_train.checkpoint.tree import DTYPES, MAX_DEPTH, MAX_NODES, TreeEncoder, decode
+from ignite_train.checkpoint.writer import Snapshot
 from ignite_train.errors import DamagedCheckpointError
 from ignite_train.handlers import Checkpoint
 from ignite_train.model.memory_layout import as_bytes

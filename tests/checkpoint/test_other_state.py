@@ -41,9 +41,10 @@ from ignite_train import (
     create_trainer,
 )
 from ignite_train.checkpoint import read_checkpoint, verify
-from ignite_train.checkpoint.held_state import HeldState
+from ignite_train.checkpoint.capture import HeldState
 from ignite_train.checkpoint.manifest import MAX_MARKS, compact_json, count_marks
 from ignite_train.checkpoint.reader import CheckpointReader
+from ignite_train.checkpoint.run_objects import SavedOptimizer
 from ignite_train.checkpoint.tensor_files import Entry
 from ignite_train.checkpoint.tree import MAX_NODES, TreeEncoder
 from ignite_train.errors import DamagedCheckpointError
@@ -55,7 +56,6 @@ from ignite_train.handlers import (
     TrainingMetrics,
     Validation,
 )
-from ignite_train.model.optimizers import load_optimizer_state
 from log_messages import messages_from_here
 from processes import DEADLINE_SECONDS
 from ranks import run_ranks
@@ -515,7 +515,7 @@ def test_a_state_that_an_optimizer_changes_when_it_is_loaded_stays_so() -> None:
     weight = torch.zeros(2, dtype=torch.bfloat16)
     optimizer, third = Halves([weight], {}), torch.full((2,), 1 / 3)
     saved = {name: third.clone() for name in ("half", "less", "rounded")}
-    load_optimizer_state(optimizer, {"state": {0: saved}, "param_groups": [{"params": [0]}]})
+    SavedOptimizer(optimizer).load_state_dict({"state": {0: saved}, "param_groups": [{"params": [0]}]})
     loaded = optimizer.state[weight]
     assert torch.equal(loaded["half"], third.bfloat16().half())
     assert torch.equal(loaded["less"], third.bfloat16() - 1)

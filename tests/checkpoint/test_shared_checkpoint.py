@@ -129,7 +129,7 @@ def what_is_listed_twice(directory: Path) -> list[str]:
     to_save = {"net": first.model, "optimizer": first.optimizer, "first": first.trainer}
     saver = Checkpoint(directory, every=2, to_save=to_save)
     saver.attach(second.trainer)
-    run, _ = saver._attached()
+    run = saver._run
     return sorted(name for name in run.objects().shared if name.startswith("to_save"))
 
 

@@ -37,7 +37,8 @@ from ignite_train import (
 )
 from ignite_train.checkpoint import find
 from ignite_train.checkpoint.reader import CheckpointReader
-from ignite_train.checkpoint.tensor_files import Box, Piece, Snapshot
+from ignite_train.checkpoint.tensor_files import Box, Piece
+from ignite_train.checkpoint.writer import Snapshot
 from ignite_train.device.streams import has_streams
 from ignite_train.fast.folded_step import FoldedStep
 from ignite_train.handlers import Checkpoint, EmptyCache, ModelEMA, StepTimer, TrainingMetrics

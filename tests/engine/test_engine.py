@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import json
 import logging
@@ -1015,3 +1016,15 @@ def test_profiler():
     trainer.add_event_handler(TrainEvents.STEP_COMPLETED, watched)
     trainer.run([1.0, 2.0])
     assert any("watched" in str(row) for row in profiler.get_results())
+
+
+@pytest.mark.parametrize("kind", ["Trainer", "Evaluator"])
+def test_an_engine_is_not_copied(kind: str) -> None:
+    """Nor is what holds it: its parts refer to each other, and the copies of some would refer to the original."""
+    model = Weight()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = create_trainer(model, optimizer, lambda model, x: model.weight * x)
+    engine = trainer if kind == "Trainer" else create_evaluator(model, lambda model, x: model.weight * x)
+    for value in (engine, {"engine": engine}, engine.run):
+        with pytest.raises(TypeError, match=f"a {kind} must not be copied"):
+            copy.deepcopy(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -81,8 +82,9 @@ def test_the_introduction_names_an_adam_that_is_not_fused(kind, settings, parame
     assert all(len(line) <= 100 for line in lines)
 
 
-def test_the_table_at_the_end_has_them(monkeypatch, capsys):
-    """In a run that takes long enough, with `TrainingMetrics` and `ProgressLog`."""
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_table_at_the_end_has_them(number, monkeypatch, capsys):
+    """In a run that takes long enough, with `TrainingMetrics` and `ProgressLog`; once, whatever the number of the former."""
     monkeypatch.setattr("ignite_train.handlers.training_metrics._SHORT_RUN", 0.0)
 
     class Slow(TensorDataset):
@@ -92,8 +94,24 @@ def test_the_table_at_the_end_has_them(monkeypatch, capsys):
 
     model = torch.nn.Linear(2, 1)
     trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, batch: m(batch[0]).square().mean())
-    TrainingMetrics().attach(trainer)
+    for _ in range(number):
+        TrainingMetrics().attach(trainer)
     ProgressLog("simple").attach(trainer, Events.EPOCH_COMPLETED)
     trainer.run(DataLoader(Slow(torch.zeros(8, 2)), batch_size=8), max_epochs=1)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  hint")]
+    written = capsys.readouterr().out
+    (line,) = [line for line in written.splitlines() if line.startswith("  hint")]
     assert "num_workers=2" in line
+    assert [len(re.findall(text, written)) for text in ("the loader was waited for", r"data \d")] == [1, 1]
+
+
+def test_the_table_has_three_hints_at_most(monkeypatch, capsys):
+    """Also where several handlers have some, each with its own numbers."""
+    texts = iter(range(100))
+    monkeypatch.setattr(training_metrics, "_hints", lambda *_, **__: [f"hint number {next(texts)}" for _ in range(3)])
+    model = torch.nn.Linear(2, 1)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x).square().mean())
+    for _ in range(2):
+        TrainingMetrics().attach(trainer)
+    ProgressLog("simple").attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.run([torch.zeros(8, 2)], max_epochs=1)
+    assert capsys.readouterr().out.count("hint number") == 3

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ignite_train import Trainer, TrainEvents, UpdateOptions, create_evaluator, create_trainer
+from ignite_train.events import every
 from ignite_train.handlers import Checkpoint
 from ranks import run_ranks
 
@@ -664,3 +665,22 @@ def test_a_handler_may_add_and_replace_others_of_the_event_that_fires():
     trainer.append_event_handler(Events.STARTED, last)
     trainer.run([1.0])
     assert names == ["last", "prepended", "added"]
+
+
+def test_a_run_needs_no_repr_of_an_event(monkeypatch):
+    """Python 3.11.2, which Debian 12 has, raises where it makes one of an event of Ignite: nothing could be attached there."""
+
+    def cannot(_event: Any) -> str:
+        raise AttributeError("'str' object has no attribute 'name'")
+
+    for kind in (Events, TrainEvents):
+        monkeypatch.setattr(kind, "__repr__", cannot)
+    ends: list[int] = []
+    trainer, groups = make()
+    trainer.add_event_handler(every(2, Events.ITERATION_COMPLETED), lambda engine: ends.append(engine.state.iteration))
+    with pytest.raises(ValueError, match="got 'NOWHERE'"):
+        trainer.add_event_handler("NOWHERE", print)
+    trainer.run([1.0] * 5)
+    assert ends == [2, 4]
+    assert len(groups) == 5
+    assert repr(every(2, TrainEvents.STEP_COMPLETED)) == "TrainEvents.STEP_COMPLETED(every=2)"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -23,6 +24,10 @@ FOLDER = Path(__file__).parents[1] / "migration"
 PAGE = FOLDER.parent.parent / "docs/migration.md"
 # The scripts run in folders of their own, and `make migration` gives a path from the root of the checkout.
 PEERS = str(Path(path).absolute()) if (path := os.environ.get("PEERS_PYTHON", "")) else ""
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+LOOPS = FOLDER.parent.parent / "docs/programs.md"
+# After each loop.
+PRINTED = "\nprint('parameters', [number for one in model.parameters() for number in one.flatten().tolist()])\n"
 
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="looks at a checkout, and here is none")
 
@@ -35,9 +40,17 @@ def validation_loss(name: str, folder: Path, samples: int, python: str = sys.exe
     folder.mkdir()
     text = (FOLDER / f"{name}.py").read_text(encoding="utf-8").replace("96", str(samples))
     (folder / f"{name}.py").write_text(text, encoding="utf-8")
-    command = [python, f"{name}.py"]
-    printed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=True).stdout
+    printed = printed_by([python, *(TORCHRUN if name == "from_deepspeed" else []), f"{name}.py"], folder)
     return float(re.findall(r"^validation loss ([0-9.]+)$", printed, re.MULTILINE)[-1])
+
+
+def printed_by(command: list[str], folder: Path) -> str:
+    """The output of a command that is run in this folder."""
+    paths = os.pathsep.join([str(FOLDER.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=True
+    ).stdout
 
 
 def by_hand(samples: int) -> float:
@@ -90,7 +103,7 @@ def test_ours_is_the_mean_over_samples(samples: int, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @with_peers
-@pytest.mark.parametrize("name", ["from_lightning", "from_accelerate", "from_trainer"])
+@pytest.mark.parametrize("name", ["from_lightning", "from_accelerate", "from_trainer", "from_deepspeed"])
 def test_the_peers_agree_where_micro_batches_are_equal(name: str, tmp_path: Path) -> None:
     """With 96 samples they end where we do; with 90 they end at the mean of means, which the page has too."""
     equal, unequal = (validation_loss(name, tmp_path, samples, PEERS) for samples in (96, 90))
@@ -98,3 +111,26 @@ def test_the_peers_agree_where_micro_batches_are_equal(name: str, tmp_path: Path
     assert equal == pytest.approx(by_hand(96), abs=1e-5)
     assert abs(unequal - by_hand(90)) > 1e-3
     assert f"{unequal:.5f}" in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.nightly
+@with_peers
+def test_the_loops_with_the_engine_of_deepspeed_make_our_updates(tmp_path: Path) -> None:
+    """With a fixed number of micro-batches, and with one that varies; other tests have a stand-in for the engine."""
+    text = LOOPS.read_text(encoding="utf-8")
+    preamble = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[0]
+    section = text.partition("\n## The loop of DeepSpeed\n")[2].partition("\n## ")[0]
+    ended = []
+    for kind, command in (("py", [PEERS, *TORCHRUN]), ("python", [sys.executable])):
+        loops = re.findall(rf"```{kind}\n(.*?)```", section, flags=re.DOTALL)
+        assert len(loops) == 2
+        imported = "import deepspeed\n" if kind == "py" else ""
+        code = PRINTED.join([f"{imported}{preamble}\n{loops[0]}", loops[1], ""])
+        (tmp_path / f"{kind}.py").write_text(code, encoding="utf-8")
+        printed = printed_by([*command, f"{kind}.py"], tmp_path)
+        found = re.findall(r"^parameters (\[.*\])$", printed, re.MULTILINE)
+        ended.append(torch.tensor([json.loads(numbers) for numbers in found]))
+
+    assert ended[0].shape[0] == 2
+    assert (ended[0][1] - ended[0][0]).abs().max() > 1e-3
+    torch.testing.assert_close(ended[1], ended[0], rtol=1e-5, atol=1e-6)

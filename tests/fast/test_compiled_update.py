@@ -1339,22 +1339,6 @@ def test_a_buffer_that_forward_assigns():
 
 
 @pytest.mark.slow
-def test_a_copied_trainer_trains_the_copied_model(bits):
-    """Where it compiles for a new size, and where it looks up what was compiled; the original is unchanged."""
-    weights = []
-    for way in (True, False):
-        setup = make(way, OPTIMIZERS["SGD-momentum"])
-        setup.trainer.run(batches(4, 4), max_epochs=1)
-        before = bits([setup.model.state_dict(), setup.optimizer.state_dict()])
-        copied = copy.deepcopy(setup.trainer)
-        copied.run(batches(4, 3), max_epochs=3)
-        assert bits([setup.model.state_dict(), setup.optimizer.state_dict()]) == before
-        assert not way or copied.process.gather._obstacle is None
-        weights.append(nn.utils.parameters_to_vector(copied.process.model.parameters()))
-    torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.slow
 def test_looking_at_the_first_micro_batch_leaves_no_trace():
     """Forward runs once more in a process, and what it draws and what buffers keep is put back."""
     setups = []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import random
 import warnings
 
 import numpy as np
@@ -13,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ignite_train import TrainingError
-from ignite_train.carried import Carried
 from ignite_train.model.buffer_rollback import BufferRollback
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.micro_batch_rollback import written_into
+from ignite_train.state import Carried
 
 
 class Noted(nn.Module):
@@ -323,17 +321,3 @@ def test_what_something_else_steps_stays():
         state.put_back(mark, stepped=[model.weight])
     assert model.weight.tolist() == [3.0, 3.0]
     assert model.target.tolist() == [0.0, 0.0]
-
-
-def test_a_copy_is_about_the_copied_model():
-    """And about the same generators of the process."""
-    model = Following(1)
-    copied, state = copy.deepcopy((model, ForwardState(model)))
-    mark = state.mark()
-    drawn = torch.rand(()), random.random()  # noqa: S311
-    copied()
-    model()
-    state.put_back(mark)
-    assert copied.target.tolist() == [0.0, 0.0]
-    assert model.target.tolist() == [2.0, 2.0]
-    assert (torch.rand(()), random.random()) == drawn  # noqa: S311

@@ -1,4 +1,4 @@
-"""How much of the library one update enters, in a process of its own: `python tests/support/following.py plain|metrics|save`.
+"""How much of the library one update enters, in a process of its own: `python tests/support/following.py plain metrics save`.
 
 One process on the CPU, two micro-batches to an update, the third update, when what is cached is there. `metrics` attaches
 `TrainingMetrics`, `save` a `Checkpoint` that saves in each update; only the main thread is followed.
@@ -70,5 +70,6 @@ def follow(mode: str) -> Counter[tuple[str, str]]:
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
     torch.manual_seed(0)
-    found = follow(sys.argv[1])
-    sys.stdout.write(f"{len({path for path, _ in found})} {len(found)} {sum(found.values())}\n")
+    for mode in sys.argv[1:]:
+        found = follow(mode)
+        sys.stdout.write(f"{len({path for path, _ in found})} {len(found)} {sum(found.values())}\n")

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from ignite_train import checkpoint
+from ignite_train.checkpoint.capture import own_piece
 from ignite_train.checkpoint.directory import CheckpointDirectory, Contents, Exchange, commit
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.manifest import Manifest, compact_json
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.retention import Retention
-from ignite_train.checkpoint.tensor_files import own_piece
 from ignite_train.checkpoint.tree import TreeEncoder
 from ignite_train.ranks import collectives
 

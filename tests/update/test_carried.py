@@ -29,11 +29,11 @@ from ignite_train import (
     create_evaluator,
     create_trainer,
 )
-from ignite_train.carried import Carried
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_state import RunState
 from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.handlers import Checkpoint
+from ignite_train.state import Carried
 from ranks import RanksFailedError, run_ranks
 from tiers import one_in, only
 from update_options import with_options

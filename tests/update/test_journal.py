@@ -177,7 +177,7 @@ def test_a_handler_that_comes_within_an_update_is_called_in_it(event: str) -> No
 
 @pytest.mark.parametrize("update", [1, 3])
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d, nn.LayerNorm])
-def test_a_trace_that_was_left_is_told_at_the_first_save(
+def test_a_trace_that_was_left_is_told_when_a_run_with_a_checkpoint_begins(
     layer: Any, update: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once, and only if the update has moved buffers, and none of them were copied."""

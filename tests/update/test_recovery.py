@@ -30,6 +30,7 @@ from ignite_train import (
     create_evaluator,
     create_trainer,
 )
+from ignite_train.ranks.crossing import Crossing
 from ignite_train.update.out_of_memory import RecoverFromOutOfMemory
 from ranks import RanksFailedError, run_ranks
 from tiers import only
@@ -379,6 +380,19 @@ def recover_under_hooks() -> None:
     parts = {"gradients": update.gather.gradients, "statistics": update.gather.statistics}
     update.gather.recovery = RecoverFromOutOfMemory(split=False, module=model, **parts)  # what create_trainer refuses
     trainer.run(cuts.shard([[8] * 4, [8] * 4]), max_epochs=1)
+
+
+def _kinds_of(crossing: type[Crossing]) -> set[type[Crossing]]:
+    return {crossing}.union(*map(_kinds_of, crossing.__subclasses__()))
+
+
+def test_a_crossing_with_a_context_allows_no_recovery() -> None:
+    """A forward and its backward run in the context of the crossing or in that of the recovery, so there are never both."""
+    kinds = _kinds_of(Crossing)
+    with_context = {kind for kind in kinds if kind.context is not Crossing.context}
+
+    assert {"DDPCrossing", "FSDPCrossing"} <= {kind.__name__ for kind in with_context}
+    assert [kind.__name__ for kind in with_context if kind.may_drop_micro_batches] == []
 
 
 def test_without_the_refusal_the_others_wait() -> None:
