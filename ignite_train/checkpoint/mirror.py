@@ -97,12 +97,12 @@ class Mirror:
         self._scan()
         here = dict(directory.scan()[0])
         everywhere = self._manifests | here
-        directory.later_than = _newest(everywhere)
-        if here and max(manifest.serial for manifest in here.values()) < _newest(everywhere):
+        if here and _newest(here) < _newest(everywhere) and directory.later_than < _newest(everywhere):
             raise CheckpointError(
                 f"{self} has a newer checkpoint than {directory.path}, and this run did not begin with it; resume from it with "
                 "trainer.run, or choose another mirror"
             )
+        directory.later_than = _newest(everywhere)
         stays = _kept(everywhere, retention)
         missing = [name for name in here if name in stays and self._manifests.get(name) != here[name]]
         for name in missing:

@@ -41,7 +41,7 @@ from ignite_train.handlers import Checkpoint
 from killing import until
 from processes import DEADLINE_SECONDS, forked
 from ranks import run_ranks
-from tiers import one_in
+from tiers import one_in, only
 
 CHANGES = ("pipe_file", "put_file", "rm_file", "rm", "mv")  # what the store is asked to do, one call each
 UPDATES = 4
@@ -341,7 +341,7 @@ def check_nothing_left(store: Path, here: Path) -> None:
     assert len([*store.glob("frozen-*")]) == 1
 
 
-@pytest.mark.parametrize("number", one_in(8, range(1, CHANGES_OF_A_LIFE + 1)))
+@pytest.mark.parametrize("number", only([4, 10, 17], range(1, CHANGES_OF_A_LIFE + 1)))
 def test_killed_before_any_change_of_the_store_it_has_a_whole_checkpoint(
     here: Path, store: Path, undisturbed: tuple[str, dict[str, bytes]], number: int
 ) -> None:
@@ -421,6 +421,22 @@ def test_a_damaged_object_is_noticed_and_the_one_before_is_taken(
     assert {path.name for path in newest.iterdir()} >= {f"damaged-{MANIFEST}", *remains}
     assert [found.manifest.update for found in find(here) if found.manifest] == [3, 4]
     assert {path.parent.name for path in manifests(store)} == {found.path.name for found in find(here)}
+
+
+def test_a_run_that_finds_its_directory_damaged_is_newer_than_what_the_store_has(here: Path, store: Path) -> None:
+    """It begins with an older one of the directory, and its serial numbers come after those in the store."""
+    whole = bits(train(here / "other", f"file://{store}-other"))
+    train(here, f"file://{store}", updates=3, keep=9)
+    for found in find(here)[1:]:
+        flip(found.path / "rank-00000.safetensors")
+    train(here, f"file://{store}", updates=2, keep=9)
+    shutil.rmtree(here)
+    trainer, _ = build(here, f"file://{store}", keep=9)
+    started: list[int] = []
+    trainer.add_event_handler(Events.STARTED, lambda: started.append(trainer.state.iteration))
+    trainer.run(loader(), max_iters=UPDATES)
+    assert started == [2]
+    assert bits(trainer) == whole
 
 
 def test_all_damaged_is_not_a_new_start(here: Path, store: Path) -> None:
