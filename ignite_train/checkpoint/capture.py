@@ -36,7 +36,7 @@ from ignite_train.checkpoint.tree import TreeEncoder, is_composed, path_name, te
 from ignite_train.engine.dispatch import Attachable, Stateful, attached
 from ignite_train.errors import CheckpointError
 from ignite_train.internals.of_torch import version_of
-from ignite_train.model.random_state import capture_random_state, have_drawn, restore_random_state
+from ignite_train.model.random_state import capture_random_state, restore_random_state
 from ignite_train.model.tensor_digests import content_digest, tensor_digests
 from ignite_train.ranks import collectives
 from ignite_train.ranks.root_mesh import is_first_holder
@@ -66,8 +66,7 @@ def capture(run: SavedRun, held: HeldState | None = None) -> Contents:
     try:
         contents = _capture(run, generators)
     finally:
-        if have_drawn(generators):
-            restore_random_state(generators)
+        restore_random_state(generators)
     if held is not None and run.trainer.replicas.rank == 0 and contents.failure is None:
         held.warn(run, contents)
     return contents

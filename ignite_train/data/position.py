@@ -338,7 +338,8 @@ class DataPosition:
             )
 
     def _own_generators(self) -> dict[str, Any]:
-        return {name: get_generator_state(generator) for name, generator in self._find_own_generators().items()}
+        found = self._find_own_generators()
+        return dict(zip(found, map(get_generator_state, found.values()), strict=True))
 
     def _set_own_generators(self, states: Mapping[str, Any]) -> None:
         found = self._find_own_generators()

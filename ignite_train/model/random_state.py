@@ -31,7 +31,6 @@ __all__ = [
     "check_generators",
     "generators_within",
     "get_generator_state",
-    "have_drawn",
     "kept_random_state",
     "restore_random_state",
     "seed_new_rank",
@@ -167,11 +166,6 @@ def capture_random_state(*, accelerators: bool = True) -> dict[str, Any]:
         module = torch.get_device_module(torch.accelerator.current_accelerator())
         states["accelerators"] = [module.get_rng_state(index) for index in range(torch.accelerator.device_count())]
     return states
-
-
-def have_drawn(states: Mapping[str, Any]) -> bool:
-    """Whether Python's generator, or torch's of the CPU, has moved since `capture_random_state` gave `states`."""
-    return random.getstate() != states["python"] or not torch.equal(torch.get_rng_state(), states["torch"])
 
 
 def check_generators(states: Mapping[str, Any]) -> None:

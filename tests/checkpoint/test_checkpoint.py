@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import logging
 import pickle
+import random
 import re
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import pytest
 import torch
 from ignite.engine import Events
 from ignite.metrics import Average
+from ignite.utils import manual_seed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, LambdaLR, SequentialLR
@@ -884,7 +886,7 @@ def test_weights_that_were_not_tied_are_not_loaded_into_tied_ones(tmp_path: Path
     assert torch.equal(run(tmp_path / "tied", 4, tied=False)[1].weight, expected)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [("whole", "none"), ("part", "none"), ("none", "whole"), ("whole", "part")])
 def test_compiled_or_not(first: str, second: str, tmp_path: Path) -> None:
     """A model is the same whether it, or a layer of it, is compiled: no name has a trace of that."""
@@ -932,20 +934,23 @@ def test_one_trainer_to_a_checkpoint(tmp_path: Path) -> None:
         checkpoint.attach(make()[0])
 
 
-def test_a_state_that_draws_random_numbers_leaves_no_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "draw", [lambda: float(torch.rand(())), random.random, np.random.rand], ids=["torch", "python", "numpy"]
+)
+def test_a_state_that_draws_random_numbers_leaves_no_trace(draw: Callable[[], float], tmp_path: Path) -> None:
     """The run is the same with and without saves, and so is one that was resumed."""
 
     class Draws(Remembers):
         def state_dict(self) -> Any:
-            return float(torch.rand(()))
+            return draw()
 
     def run(directory: Path, limits: list[int], **options: Any) -> Any:
         for limit in limits:
-            torch.manual_seed(4)
+            manual_seed(4)
             trainer, model = make(nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 1)))
             Checkpoint(directory, to_save={"draws": Draws()}, **options).attach(trainer)
             trainer.run(LOADER, max_iters=limit)
-        return [model[1].weight.tolist(), torch.get_rng_state().tolist()]
+        return [model[1].weight.tolist(), torch.get_rng_state().tolist(), random.getstate(), np.random.rand()]
 
     whole = run(tmp_path / "whole", [7], every=100)
     assert run(tmp_path / "often", [7], every=1) == whole
@@ -1265,6 +1270,7 @@ def locked(directory: str) -> tuple[str, int]:
     return str(error.value), trainer.state.iteration
 
 
+@pytest.mark.slow
 def test_what_one_rank_cannot_store_fails_on_all(tmp_path: Path) -> None:
     """With the same message, before the first update, and no rank is left waiting for it."""
     first, second = run_ranks(locked, str(tmp_path))

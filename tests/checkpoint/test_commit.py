@@ -303,6 +303,7 @@ def test_a_power_cut_loses_nothing_that_was_committed(tmp_path, monkeypatch, wor
     assert {*found} == {"ok"}
 
 
+@pytest.mark.slow
 def test_after_a_power_cut_the_next_save_tidies(tmp_path, monkeypatch):
     """From any of these states a run continues to save, and nothing of what was cut short or damaged is left over."""
     root = tmp_path / "root"

@@ -150,7 +150,7 @@ def flip(bit: int) -> Callable[[bytearray], None]:
     return flip
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_every_flipped_bit_is_noticed(whole, tmp_path, name):
     """300 random bits in each file, one at a time: none is taken for what was written."""
@@ -195,7 +195,7 @@ def test_every_page_of_zeros_is_noticed(whole, falls_back):
     assert damaged >= 25
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_every_file_that_is_cut_short_or_goes_on_is_noticed(whole, falls_back, name):
     """Any prefix of a file, and a file with more behind it."""
@@ -499,7 +499,7 @@ def _two_ranks(directory: Path, damage: str) -> tuple[str, str, str, list[str]]:
     return expected, run.digest(), str(run.checkpoint.latest), names(directory)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["_swap", "_lose_rank_1", "_flip_in_rank_1", "_copy_of_rank_0"])
 def test_damage_to_the_files_of_one_rank_is_noticed_by_all(tmp_path, damage):
     """Both ranks go back to the same older one, though only one of them saw what is wrong."""
@@ -524,7 +524,7 @@ def _one_rank_fails(directory: Path, call: str, part: str, rank: int) -> tuple[s
     return str(caught.value), names(directory)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "part", "rank"),
     [
@@ -562,6 +562,7 @@ def _one_rank_sees_damage(directory: Path, kind: str) -> tuple[str, list[str]]:
     return str(caught.value), names(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "says"),
     [

@@ -378,6 +378,7 @@ def test_goes_on_after_a_stop_that_was_asked_for_before_the_update(name: str, tm
     check("resumable, augmented", name, tmp_path)
 
 
+@pytest.mark.slow
 def test_goes_on_after_a_partial_group(tmp_path: Path) -> None:
     """Reading it has exhausted the loader, whose sampler draws after its last index, before the checkpoint of that update."""
     check("sampler with the process's", "every update and epoch", tmp_path, accumulation_steps=3)
@@ -406,6 +407,7 @@ def test_goes_on_with_two_ranks(kind: str, tmp_path: Path) -> None:
     run_ranks(check, kind, "every update and epoch", tmp_path, 2)
 
 
+@pytest.mark.slow
 def test_workers_of_a_validation_that_are_started_again_leave_no_trace(tmp_path: Path) -> None:
     """A validation loader with persistent workers draws nothing from the generators of the process when it is opened."""
     opened: list[Any] = []

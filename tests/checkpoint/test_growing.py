@@ -153,6 +153,7 @@ def growing(directory: Path, limit: int, seed: int) -> tuple[Trainer, Any]:
     return trainer, bit_by_bit([model.state_dict(), optimizer.state_dict()])
 
 
+@pytest.mark.slow
 def test_a_model_that_grows_resumes_by_the_same_script(tmp_path: Path) -> None:
     """`read_checkpoint` says where the run was, before the model is made, and reads no tensor."""
     _, whole = growing(tmp_path / "whole", 9, 0)

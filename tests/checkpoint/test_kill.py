@@ -140,6 +140,7 @@ def test_nothing_is_removed_before_the_next_is_committed(tmp_path: Path, stop: S
     assert [stored(path)[0][0] for path in whole] == [1]
 
 
+@pytest.mark.slow
 def test_no_more_stay_than_were_asked_for(tmp_path: Path) -> None:
     """The newest and the best, each time that a save is begun."""
     job = Job(tmp_path, world_size=1, epochs=1, every=1)
@@ -180,6 +181,7 @@ def test_the_best_stays_the_best_when_its_update_is_saved_again(tmp_path: Path) 
     assert [read_manifest(path).score for path in job.checkpoints.iterdir()] == [score]
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_started_again_removes_what_a_kill_has_left(tmp_path: Path) -> None:
     """Killed while it removed an old checkpoint after its last save, it has nothing more to save, and still nothing stays."""
     job = Job(tmp_path, world_size=1, epochs=1)

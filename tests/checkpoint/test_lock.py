@@ -448,6 +448,7 @@ def test_the_token_is_in_the_name_of_what_is_not_finished(tmp_path, taken):
 # --- runs ---
 
 
+@pytest.mark.slow
 def test_a_run_holds_its_directory_and_gives_it_back_however_it_ends(tmp_path, build, micro_batches):
     """At its end, at an error, where there is nothing to do, where it is refused; inside, the same directory is refused."""
 

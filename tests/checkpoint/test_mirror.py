@@ -359,6 +359,7 @@ def test_killed_before_any_change_of_the_store_it_has_a_whole_checkpoint(
     check_nothing_left(store, here)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", one_in(6, range(1, CALLS_OF_A_START + 1)))
 def test_killed_while_it_fetches_the_next_start_has_the_same(
     here: Path, store: Path, undisturbed: tuple[str, dict[str, bytes]], number: int
@@ -423,6 +424,7 @@ def test_a_damaged_object_is_noticed_and_the_one_before_is_taken(
     assert {path.parent.name for path in manifests(store)} == {found.path.name for found in find(here)}
 
 
+@pytest.mark.slow
 def test_a_run_that_finds_its_directory_damaged_is_newer_than_what_the_store_has(here: Path, store: Path) -> None:
     """It begins with an older one of the directory, and its serial numbers come after those in the store."""
     whole = bits(train(here / "other", f"file://{store}-other"))
@@ -669,6 +671,7 @@ def test_each_rank_copies_and_fetches_its_own_files(here: Path, store: Path) -> 
         assert {*calls} == files | own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_another_number_of_ranks_fetches_and_continues(here: Path, store: Path, world_size: int) -> None:
     """The files of ranks that are gone are fetched by those that are there, and copied by them where they are missing."""
@@ -684,6 +687,7 @@ def test_another_number_of_ranks_fetches_and_continues(here: Path, store: Path, 
     assert find(here)[-1].manifest.world_size == world_size  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_failure_of_one_rank_is_that_of_all(here: Path, store: Path) -> None:
     """None waits for another, and there is no checkpoint with a part of its files."""
     found = run_ranks(train_on_ranks, here, f"file://{store}", UPDATES, 1)

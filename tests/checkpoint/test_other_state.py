@@ -977,6 +977,7 @@ def _buffers(directory: str, forged: bool) -> Any:
     return ""
 
 
+@pytest.mark.slow
 def test_buffers_of_other_ranks_are_compared(tmp_path: Path) -> None:
     """A buffer of another shape would be spread over that of the model; all ranks refuse it alike."""
     assert run_ranks(_buffers, str(tmp_path), False) == ["", ""]
@@ -1317,6 +1318,7 @@ def _with_an_average(directory: str) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_what_is_held_on_all_ranks_is_named_by_the_first(tmp_path: Path) -> None:
     (line,), other = run_ranks(_with_an_average, str(tmp_path))
     assert "the handler EMAHandler holds 6 tensors in 'ema_model'" in line
@@ -1495,6 +1497,7 @@ def test_a_manifest_of_endless_lists_is_not_parsed(tmp_path: Path) -> None:
         verify(path)
 
 
+@pytest.mark.slow
 def test_what_the_reader_would_refuse_is_not_written(tmp_path: Path, monkeypatch: Any) -> None:
     """A state of more values, or a configuration that is too large for a manifest, fails when it is saved."""
     trainer = build(tmp_path, config={"text": "x" * 2**25})

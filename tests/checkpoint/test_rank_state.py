@@ -120,6 +120,7 @@ def test_each_rank_resumes_with_its_own(world_size: int, tmp_path: Path) -> None
     assert f"holds a state of 'optimizer' that differs between its {world_size} ranks, and this run has 1" in message
 
 
+@pytest.mark.slow
 def test_what_is_equal_is_written_once(tmp_path: Path) -> None:
     """AdamW of replicas, whose checkpoint one process can read."""
     run_ranks(train, str(tmp_path), 5, torch.optim.AdamW)
@@ -151,6 +152,7 @@ def apart_and_resumed(directory: str) -> list[Any]:
     return [whole, stopped, train_apart(f"{directory}/parts", 2), train_apart(f"{directory}/parts", 4)]
 
 
+@pytest.mark.slow
 def test_replicas_that_train_on_their_own_have_their_own_model_back(tmp_path: Path) -> None:
     """Also where a start has made no update; and another number of ranks is refused, for there is no one model."""
     found = run_ranks(apart_and_resumed, str(tmp_path))

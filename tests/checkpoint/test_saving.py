@@ -722,6 +722,7 @@ def test_of_equal_scores_the_first_is_the_best(tmp_path, updates, stays):
     assert len(names(tmp_path)) == 2
 
 
+@pytest.mark.slow
 @given(_saves, _rules)
 def test_the_best_score_is_the_best(saves, rule):
     """Better means lower or higher, as the rule says; no score is better than none, and NaN is not."""

@@ -81,6 +81,7 @@ def in_one_piece_and_in_two(directory: Path) -> tuple[Any, Any]:
     return whole, train(directory / "stopped")
 
 
+@pytest.mark.slow
 def test_both_trainers_resume_bitwise(tmp_path: Path) -> None:
     """Models, moments, schedules, averages, counters and what is carried."""
     whole, resumed = in_one_piece_and_in_two(tmp_path)

@@ -115,7 +115,7 @@ def test_the_same_command_on_other_ranks_uses_each_sample_once(tmp_path: Path) -
     assert [len(update) for update in updates[:9]] == [16] * 3 + [8] * 5 + [12]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_a_loader_that_cannot_seek_is_refused_within_an_epoch(tmp_path: Path, before: int, after: int) -> None:
     """On every rank, with the reason and what to do."""
@@ -130,7 +130,7 @@ def test_a_loader_that_cannot_seek_is_refused_within_an_epoch(tmp_path: Path, be
     assert str(caught.value).count(message) == after
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_at_the_end_of_an_epoch_any_loader_is_taken(tmp_path: Path, before: int, after: int) -> None:
     """No place has to be found: the second epoch begins on other ranks."""

@@ -89,6 +89,7 @@ def train(directory: Path, limits: list[int], kind: Any, several: bool) -> Any:
     return bit_by_bit(model.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
 @pytest.mark.parametrize("kind", [Lookahead, Sharing, OwnForm, Twice])
 def test_an_optimizer_inside_another_goes_on_bitwise(kind: Any, several: bool, tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def train_by_hand(model: nn.Module, loader: Any, epochs: int) -> None:
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_it_trains_as_the_loop_by_hand(kind: str) -> None:
     """The same micro-batches in the same groups, and the same draws of forward."""
     model, trainer = make()
@@ -188,7 +188,7 @@ def test_no_forward_waits_for_the_whole_group() -> None:
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_a_group_that_breaks_off_is_repeated_bitwise(kind: str) -> None:
     """An error in the second forward of a group, when not all of it has arrived; the next `run` does it again."""
     if kind == "unsized":

@@ -308,6 +308,7 @@ def _with_epoch_length(directory: Path, updates: int) -> None:
     train(directory, resumable(), to=updates, epoch_length=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("updates", [2, 3], ids=["end-of-an-epoch", "within-an-epoch"])
 def test_another_number_of_ranks_cannot_continue_with_epoch_length(updates: int, tmp_path: Path, caplog: Any) -> None:
     """Which is said, because there a ResumableLoader does not help: at the end of an epoch its data begins again."""

@@ -110,6 +110,7 @@ def _without_a_whole_group() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_without_a_whole_group_say_so() -> None:
     """They have data, so that it would be wrong to say that none of them has; only with "shortest" one rank may have none."""
     first, second = run_ranks(_without_a_whole_group)
@@ -119,6 +120,7 @@ def test_ranks_without_a_whole_group_say_so() -> None:
     assert all("on every rank for uneven='shortest', got none" in message for message in first[3::4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_a_run_that_resumes_drops_the_same(build: Build, micro_batches: list[Batch], tmp_path: Path, stop: int) -> None:
     """Stopped in the middle or after the last whole group of an epoch."""
@@ -177,12 +179,13 @@ def more_than_announced() -> tuple[int, int]:
     return state.iteration, state.num_micro_batches
 
 
+@pytest.mark.slow
 def test_a_loader_that_gives_more_than_it_said_is_warned_about() -> None:
     """And what it gave beyond that is left out."""
     assert run_ranks(more_than_announced) == [(2, 3), (2, 4)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("uneven", ["all", "shortest"])
 @pytest.mark.parametrize("sized", [True, False])
 def test_ranks_drop_the_same_group(sized: bool, uneven: str) -> None:

@@ -493,7 +493,7 @@ def undisturbed(limits: dict[str, Any], **arguments: Any) -> Any:
 
 @pytest.mark.parametrize("stop", STOPS)
 @pytest.mark.parametrize("length", [None, 3], ids=["passes", "stream"])
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 def test_a_run_that_is_stopped_resumes_bitwise(stop, length, tmp_path):
     """From a checkpoint, at what was trained on: more than that had been read."""
     limits = {"max_epochs": 2, "epoch_length": length}

@@ -251,6 +251,7 @@ def _ahead() -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 def test_it_is_refused_where_ranks_read_one_ahead() -> None:
     """Each update would train on the micro-batch of the next one."""
     assert all(len(messages) == len(KINDS) for messages in run_ranks(_ahead))

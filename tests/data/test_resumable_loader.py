@@ -102,6 +102,7 @@ def test_without_seeding_a_dataset_draws_on():
     assert as_lists(loader) != as_lists(loader)
 
 
+@pytest.mark.slow
 def test_what_workers_draw_by_themselves_is_a_function_of_the_seed():
     """In each pass, so also in a process that resumes; a random `collate_fn` draws so, or a dataset that is not seeded."""
     one, other = (ResumableLoader(Noisy(), 3, shuffle=False, seed=seed, seed_samples=False, num_workers=1) for seed in (5, 6))
@@ -147,6 +148,7 @@ def _left(samples: int) -> list[int]:
     return [int(sample) for micro_batch in loader for sample in micro_batch]
 
 
+@pytest.mark.slow
 def test_what_is_left_is_dealt_out_to_any_number_of_ranks():
     """Each sample after the place is on one rank, and none before it."""
     order = [*ShardedSampler(range(23), shuffle=True, seed=5)]

@@ -139,6 +139,7 @@ class Epochal(Dataset[float]):
         return float(self.epoch)
 
 
+@pytest.mark.slow
 def test_a_dataset_in_a_worker_that_is_kept_is_told_the_epoch(tmp_path: Path) -> None:
     """Without it the dataset stays in the first epoch; and in a resumed run in that in which this run has started workers."""
 
@@ -201,7 +202,7 @@ class Drawing(Counting):
         return iter(torch.randperm(4).tolist())
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("again", ["in-the-process", "in-another-process"])
 @pytest.mark.parametrize("updates", [2, 4, 6], ids=lambda updates: f"after-{updates}")
 @pytest.mark.parametrize("kind", [Counting, Shuffling, CountingInTensor, Told, Drawing])
@@ -266,6 +267,7 @@ class Random(Epochal):
         return float(torch.rand(()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True], ids=["of the process", "of the loader"])
 @pytest.mark.parametrize("kept", [False, True], ids=["new", "kept"])
 def test_workers_draw_what_they_draw_in_a_loop_by_hand(kept: bool, own: bool) -> None:
@@ -434,7 +436,7 @@ STREAMS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STREAMS)
 def test_with_epoch_length_a_run_resumes_bitwise(kind: str, tmp_path: Path) -> None:
     """After any update: the same samples, and the same numbers that forward draws; also at the end of a pass."""

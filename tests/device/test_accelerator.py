@@ -221,6 +221,7 @@ def test_loss_scaling_is_that_of_grad_scaler(device: torch.device) -> None:
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-3)  # ours divides by the samples after the sum in fp16
 
 
+@pytest.mark.slow
 def test_an_overflow_leaves_no_trace(device: torch.device) -> None:
     """Parameters, moments and numbers of steps keep every bit; the host learns of it in the same update."""
     model = make_model(device)
@@ -339,6 +340,7 @@ def rank_of_two(place: torch.device, way: str) -> dict[str, Any]:
     return {"weight": model.weight.detach().cpu().squeeze(0), "losses": [output.loss for output in journal]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "explicit"])
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_two_processes_by_gloo(place: torch.device, way: str) -> None:
@@ -465,6 +467,7 @@ def test_an_evaluation_of_memory_that_is_written_over(device: torch.device, pinn
 # --- durability -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(device: torch.device, tmp_path: Path) -> None:
     """Dropout on the device and a generator of the host: stopped in the middle of an epoch, built anew, and continued."""
 
@@ -483,6 +486,7 @@ def test_a_resumed_run_ends_with_the_same_bits(device: torch.device, tmp_path: P
     assert run(tmp_path / "broken", seed=4, max_epochs=2) == whole
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_of_one_moment(device: torch.device, tmp_path: Path) -> None:
     """Each holds the state of its update bit by bit, while the device and the host continue to train."""
 

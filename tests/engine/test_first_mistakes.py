@@ -319,6 +319,7 @@ def on_ranks() -> list[Any]:
     return [*found, all(one.training for one in module.modules())]
 
 
+@pytest.mark.slow
 def test_ranks_are_told_alike() -> None:
     """The gradients of an attack were reduced by the hooks of the wrapper, and are refused; modes are those of the module."""
     assert run_ranks(on_ranks) == [[True, True]] * 2

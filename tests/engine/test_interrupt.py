@@ -166,6 +166,7 @@ def stopped_before_the_last_group() -> list[Any]:
     return [stopped(call, Events.ITERATION_STARTED, 3, 2, None, "shortest") for call in ("never", "interrupt", "terminate")]
 
 
+@pytest.mark.slow
 def test_what_other_ranks_lack_is_left_out_after_a_stop() -> None:
     """Of the fourth group of 2 one rank has a single micro-batch, so the other leaves one out, also in a run that continues."""
     for whole, *continued in run_ranks(stopped_before_the_last_group):

@@ -136,6 +136,7 @@ def _first() -> Any:
     return lambda engine, count: bool(left and left.pop())
 
 
+@pytest.mark.slow
 def test_asked_for_in_every_event_a_stop_still_lets_each_run_get_on() -> None:
     """Each call does one update, or ends the epoch whose last update the call before has done."""
     for event in (*IN_UPDATE, Events.EPOCH_STARTED, Events.STARTED):

@@ -392,6 +392,7 @@ def refused(names: list[str]) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_what_has_no_right_number_is_refused_on_all_ranks() -> None:
     """In one line that names the metric; no rank waits for another."""
     for outcome in run_ranks(refused, list(REFUSED)):

@@ -33,6 +33,7 @@ def code_of(text: str) -> str:
     return "".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
 
 
+@pytest.mark.slow
 def test_the_page_on_programs_runs_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,6 +213,7 @@ def rounds(directory: Path, killed_at: int | None = None, style: str = "none") -
     return page["train"](directory, killed_at, style)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("places", [(6, 11), slow((9, 15)), slow((13, 14))], ids=str)
 def test_rounds_that_are_killed_twice_end_bitwise_the_same(
     places: tuple[int, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]

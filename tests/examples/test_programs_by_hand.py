@@ -254,6 +254,7 @@ def check_resumed(whole: Any, resumed: Any) -> None:
     assert resumed[1] == whole[1][2:], "and it did nothing twice"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name if name in ("reinforce", "muon_adamw", *ROUNDS) else slow(name) for name in SCRIPTS])
 def test_a_program_that_failed_resumes_bitwise(name: str, tmp_path: Path) -> None:
     """With a `Checkpoint` on its trainer, or on the one that ends a round, and the other trainer in `to_save`."""
@@ -343,6 +344,7 @@ def test_each_script_is_in_the_list() -> None:
     assert [name for name in SCRIPTS if len((FOLDER / f"{name}.py").read_text().splitlines()) > MAX_LINES] == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PAGE.is_file(), reason="looks at a checkout, which is not here")
 def test_the_table_has_the_lines_of_today() -> None:
     """Each script has a row in docs/programs.md, whose numbers of lines `python benchmarks/programs.py` would write again."""

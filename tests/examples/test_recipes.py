@@ -89,6 +89,7 @@ def test_a_recipe_runs_as_it_is_started(name: str, tmp_path: Path) -> None:
     assert [*(tmp_path / "run").glob("update-*")]
 
 
+@pytest.mark.slow
 def test_the_table_has_the_lines_of_today() -> None:
     """Each recipe has a row for each who trains it, and fits on a few pages."""
     rows = re.findall(r"^\| (?:\[`(\w+)`\]\S+)? *\| ([^|]+) \| (\d+) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)

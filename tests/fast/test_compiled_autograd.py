@@ -192,6 +192,7 @@ def test_only_its_own_backward_is_compiled():
     assert captures() == so_far
 
 
+@pytest.mark.slow
 def test_nothing_is_traced_unless_asked(monkeypatch):
     """By default backward is torch's own."""
     monkeypatch.setattr(torch._dynamo.compiled_autograd, "_enable", lambda *_, **__: pytest.fail("traced"))

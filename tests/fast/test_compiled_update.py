@@ -1046,6 +1046,7 @@ def test_a_graph_that_draws_from_pythons_generator_is_compared(caplog, backend):
     assert [("wrongly" in reason) for reason in reasons(caplog)] == [True] * (backend != "eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensor", "buffer"])
 def test_masks_of_booleans_are_compared(kind):
     """What a graph has written is compared as it is tried, also where it is of booleans, in a micro-batch or in a buffer."""
@@ -1078,6 +1079,7 @@ def test_hooks_on_saved_tensors_are_called():
     assert_alike(*setups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [True, "update"])
 def test_a_buffer_that_compiled_code_cannot_write_to_is_warned_of(caplog, compile):  # noqa: A002
     """Once, by its name."""
@@ -1217,6 +1219,7 @@ def test_updates_with_and_without_a_graph_follow_each_other(caplog):
     assert_alike(*setups)
 
 
+@pytest.mark.slow
 @accelerated
 def test_where_torch_compiles_nothing_for_a_while_later_updates_are_graphs(caplog):
     """As under another stance, or in a mode of the dispatcher."""

@@ -509,7 +509,7 @@ def mismatched_in_order(update: int, what: str, host: str) -> tuple[str, list[bo
         return mismatched(patch, update, what)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["gradient", "weight"])
 def test_ranks_that_differ_are_noticed_before_the_step(what):
     """On both ranks, by the same message in either order, with the parameters as they were when the update began."""

@@ -404,6 +404,7 @@ def fsdp_against_one_process() -> tuple[list[float], list[float], list[bool]]:
     )
 
 
+@pytest.mark.slow
 @accelerated
 def test_a_sharded_step_is_folded():
     """FSDP2's shards, stepped by fused AdamW with the factor folded in, are those of the whole model stepped by hand."""

@@ -129,6 +129,7 @@ def test_validated_beside_the_weights_with_a_point_each(tmp_path: Path) -> None:
     assert points["weights"][1][1] != points["average"][1][1]
 
 
+@pytest.mark.slow
 def test_swa_resumed(tmp_path: Path) -> None:
     """Broken off in the third epoch, the mean has the same bits at the end."""
 
@@ -373,6 +374,7 @@ def _resumed_on_this_rank(directory: str) -> tuple[Any, Any, list[float]]:
     return bit_by_bit([*expected.buffers()]), bit_by_bit([*teacher.buffers()]), teacher[1].running_mean.tolist()
 
 
+@pytest.mark.slow
 def test_each_rank_gets_its_teachers_buffers_back(tmp_path: Path) -> None:
     """A teacher in training mode keeps running means of its rank's data; resumed, each rank has its own."""
     (expected, found, mean), (others, of_other, other_mean) = run_ranks(_resumed_on_this_rank, str(tmp_path))

@@ -286,7 +286,7 @@ def diverge(way: Way, kind: str) -> tuple[list[float], Any]:
     return norms, error and (error.update, error.names, error.ranks, str(error), job.trainer.state.iteration)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @each_way
 @pytest.mark.parametrize("kind", ["learning rate", "moment", "sign", "bit"])
 def test_the_gradient_norm_never_shows_what_the_state_does(way: Way, kind: str) -> None:
@@ -364,7 +364,7 @@ def one_of_three(victim: int, every: int) -> Any:
     return (again.update, again.names, again.ranks, str(again)), str(error)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_three_ranks_name_the_one_that_differs(victim: int) -> None:
     """With a majority the error says which rank is out of it, and which tensors; it survives pickling."""
@@ -571,6 +571,7 @@ def disturb_at_the_end() -> Any:
     return error.update, error.names, completed
 
 
+@pytest.mark.slow
 def test_the_last_check_is_settled_before_the_run_completes() -> None:
     """What no later update can carry is compared ahead of the handlers of COMPLETED."""
     assert run_ranks(disturb_at_the_end) == [(6, ("parameter first.weight",), [])] * 2
@@ -631,6 +632,7 @@ def own_buffer(own: tuple[str, ...]) -> str:
     return str(raised(StateMismatchError, lambda: job.trainer.run(shard(3), max_epochs=1)))
 
 
+@pytest.mark.slow
 def test_a_buffer_of_a_ranks_own_can_be_left_out() -> None:
     """A buffer that forward fills from a rank's data is reported with the way out, and left alone once it is named."""
     for message in run_ranks(own_buffer, ()):
@@ -653,6 +655,7 @@ def distributed_tensors(changed: str) -> Any:
     return error and error.names
 
 
+@pytest.mark.slow
 def test_sharded_tensors_are_left_out_and_replicated_ones_are_not() -> None:
     """Shards differ by design; there is nothing to compare them with."""
     assert run_ranks(distributed_tensors, "shard") == [None, None]
@@ -760,6 +763,7 @@ def go_on_after_a_failure() -> Any:
     return error.update, error.names
 
 
+@pytest.mark.slow
 def test_a_check_survives_the_update_that_carries_it() -> None:
     """The verdict comes with the first update that goes through."""
     assert run_ranks(go_on_after_a_failure) == [(3, ("optimizer exp_avg of first.weight",))] * 2

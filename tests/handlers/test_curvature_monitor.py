@@ -64,6 +64,7 @@ def curvature(model: nn.Module, data: Any, **options: Any) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith("curvature/")}
 
 
+@pytest.mark.slow
 def test_it_is_that_of_the_whole_hessian() -> None:
     """Of the model and of each layer, over both micro-batches of the last update, at the weights after it."""
     model = net()

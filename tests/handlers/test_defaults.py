@@ -61,6 +61,7 @@ def test_one_line_gives_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert attached.training_metrics.seconds_by_section["evaluation"] > 0
 
 
+@pytest.mark.slow
 def test_checkpoints_may_be_in_the_same_directory(tmp_path: Path) -> None:
     """And a run that resumes from them has each line once."""
     train(tmp_path, saves=True)
@@ -148,6 +149,7 @@ def of_a_rank(directory: Path, attaches: bool) -> tuple[list[int], list[str]]:
     return [end - begin for begin, end in zip(counts[0::2], counts[1::2], strict=True)], files
 
 
+@pytest.mark.slow
 def test_on_two_ranks_nothing_is_exchanged_for_it(tmp_path: Path) -> None:
     """One collective an update, as without; rank 0 writes."""
     (first, files), (second, _) = run_ranks(of_a_rank, tmp_path / "shown", True)
@@ -215,6 +217,7 @@ def test_a_picture_of_two_runs(tmp_path: Path, ending: str, capsys: pytest.Captu
     assert (tmp_path / "first/curves.png").exists()
 
 
+@pytest.mark.slow
 def test_other_metrics_are_drawn_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By name or by group; one that the log does not have is named."""
     train(tmp_path, leave_out=("progress", "tensorboard"))

@@ -318,6 +318,7 @@ def fail_beside_a_busy_rank(board: Board) -> None:
     board.write(f"done.{rank}", next(forwards))
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_not_blocked_raises_where_it_can_be_caught(tmp_path: Path) -> None:
     """It gets a `PeerFailureError` at its next event, handlers of EXCEPTION_RAISED run, and nothing is left behind."""
     with Group(tmp_path, fail_beside_a_busy_rank) as group:
@@ -347,7 +348,7 @@ def fail_and_die(board: Board, failing: int) -> None:
         raise
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_connection_that_breaks_keeps_its_error_and_learns_the_cause(tmp_path: Path, failing: int) -> None:
     """Also where rank 0 fails, whose process holds the store: it stays until the others have read what happened."""
@@ -439,7 +440,7 @@ def send_to_a_rank_that_dies(board: Board, dying: int) -> None:
     trainer.run(cuts.cut(cuts.samples(), [8] * 3), max_epochs=1)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("dying", "tcp"), [(0, True), (1, True), slow(1, False)], ids=["the host", "of a host", "of a file"])
 def test_a_sender_whose_peer_is_killed_does_not_wait_for_gloo(tmp_path: Path, dying: int, tcp: bool) -> None:
     """It ends in time, though nobody raises, and names the rank; also if that held the store."""
@@ -562,7 +563,7 @@ def hear_late(board: Board, how: str) -> None:
     os._exit(0)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["gone", "stays"])
 def test_a_rank_that_ended_in_good_order_is_not_called_gone(tmp_path: Path, how: str) -> None:
     """Also if it hosts the store, whether its process has ended with its run or not, and another rank fails later."""
@@ -588,6 +589,7 @@ def end_after_the_host(board: Board) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_the_end_of_a_good_run_is_no_alarm(tmp_path: Path) -> None:
     """A rank whose run ends after that of the host of the store says that it watches alone, but not as a warning."""
     with Group(tmp_path, end_after_the_host, tcp=True) as group:
@@ -977,6 +979,7 @@ def train_and_wait(board: Board) -> None:
     board.write(f"updates.{idist.get_rank()}", trainer.state.iteration)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_suspended_together_wake_up_and_go_on(tmp_path: Path) -> None:
     """A scheduler that takes the machine away for longer than the timeout is no hang."""
     with Group(tmp_path, train_and_wait) as group:
@@ -1197,6 +1200,7 @@ def end_with(path: str, blocked: bool) -> None:
     Path(path, "later").touch()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocked", [False, True], ids=["free", "blocked"])
 def test_a_process_ends_at_once_with_what_it_has_written(blocked: bool, tmp_path: Path) -> None:
     """With the status that was asked for; also where a log cannot be written, without waiting for that."""

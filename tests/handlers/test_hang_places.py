@@ -109,6 +109,7 @@ def cells() -> list[Any]:
     return [tiers[cell](*cell) if cell in tiers else cell for cell in product(WAYS, PLACES)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "place"), cells())
 def test_a_rank_that_hangs_is_named_by_all(tmp_path: Path, way: str, place: str) -> None:
     """Both ranks say within the timeout that rank 1 is behind, and end; not before."""

@@ -174,6 +174,7 @@ def test_two_groups_and_tensors_for_rates() -> None:
     assert float(rate) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_the_suggestion_and_its_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: int) -> None:
     """The losses over the rates of the first group, without those that are left out; the suggestion is a dot on the curve."""

@@ -479,6 +479,7 @@ def of_a_rank(directory: Path, full: bool) -> tuple[int, str]:
     return trainer.state.iteration, ""
 
 
+@pytest.mark.slow
 def test_rank_0_writes_and_its_failure_ends_all(tmp_path: Path) -> None:
     """Two ranks write each line once; if rank 0 cannot and must, no rank hangs."""
     assert run_ranks(of_a_rank, tmp_path / "good", False) == [(6, ""), (6, "")]

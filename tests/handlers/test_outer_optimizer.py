@@ -206,6 +206,7 @@ def _begin() -> list[Any]:
     return [tensor.tolist() for tensor in model.state_dict().values()]
 
 
+@pytest.mark.slow
 def test_all_ranks_begin_with_the_model_of_rank_0() -> None:
     """Its weights and its buffers; or else the first outer step would average models that have nothing in common."""
     assert run_ranks(_begin) == [[[0.0] * 3, [1.0] * 3, [2.0] * 3, [3.0] * 3, 4]] * 2

@@ -257,6 +257,7 @@ def train_with_divided_state(settings: dict[str, Any]) -> Any:
         return error.names
 
 
+@pytest.mark.slow
 def test_an_optimizer_may_divide_its_state_over_the_ranks() -> None:
     """What an optimizer keeps on one rank alone is no false alarm, and is compared where that is asked for."""
     assert run_ranks(train_with_divided_state, {}) == [6, 6]
@@ -319,6 +320,7 @@ def compared_by_default(protect: Any) -> list[int]:
     return [update for update in range(1, 2100) if event.filter(None, update)]
 
 
+@pytest.mark.slow
 def test_the_first_three_updates_are_compared_and_each_thousandth() -> None:
     """By default; `every` is another number of them."""
     assert run_ranks(compared_by_default, True) == [[1, 2, 3, 1000, 2000]] * 2
@@ -378,6 +380,7 @@ def test_a_forward_that_calls_the_raw_module_is_named_before_the_second_step(pro
         assert "does forward call the model it is given as its argument?" in message
 
 
+@pytest.mark.slow
 def test_no_checkpoint_is_made_of_ranks_that_were_never_reduced(tmp_path: Path) -> None:
     """A save after update 1 is preceded by the comparison that update 2 would have brought."""
     for kind, message, steps, _ in run_ranks(call_the_raw_module, "ddp", True, tmp_path / "run"):
@@ -465,7 +468,7 @@ def test_a_rank_that_alone_skips_ends_all_before_the_next_step(way: Way, policy:
     assert second[2] == list(range(1, update))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @each_replica
 @pytest.mark.parametrize(("update", "cadence"), [(2, {"every": 1}), (4, {"every_epochs": 1}), (4, {"every": 4})])
 def test_no_checkpoint_is_committed_after_a_disagreement(
@@ -494,6 +497,7 @@ def flip_before_a_stop(directory: Path) -> str:
     return ",".join(path.name for path in directory.glob("update-*"))
 
 
+@pytest.mark.slow
 def test_the_save_of_a_run_that_is_stopped_waits_for_its_check_too(tmp_path: Path) -> None:
     """The last save comes with TERMINATE, before the checks of COMPLETED."""
     assert run_ranks(flip_before_a_stop, tmp_path / "run") == ["", ""]
@@ -570,6 +574,7 @@ def test_a_rank_that_raises_alone_does_not_run_a_collective_forward(tmp_path: Pa
         assert "rank 1 failed at update 2: NonFiniteError: update 2: gradient norm nan" in group.stderr(0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_alone_does_not_hang_without_protection_either(tmp_path: Path) -> None:
     """Its own search is its own; the other rank notices that the connection is gone."""
     with Group(tmp_path, raise_alone, "ddp", False) as group:

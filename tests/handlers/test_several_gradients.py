@@ -149,6 +149,7 @@ def on_ranks(shards: Sequence[Sequence[int]], way: str) -> list[float]:
     return weights_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "explicit"])
 @pytest.mark.parametrize("shards", [[[30, 10], [24]], [[40, 0, 24], []], [[20], [4, 4], [36]]], ids=str)
 def test_ranks_are_one_batch(shards: list[list[int]], way: str) -> None:

@@ -412,6 +412,7 @@ def test_each_point_is_shown_once_when_a_run_resumes(tmp_path: Path, every: int,
     assert shown(tmp_path / "killed/points") == expected
 
 
+@pytest.mark.slow
 def test_an_evaluation_before_a_run_that_resumes_hides_nothing(tmp_path: Path) -> None:
     """As in a script that evaluates first, or only evaluates: all points are shown, and the evaluation once."""
     for limit in (2, 4, None):

@@ -114,6 +114,7 @@ def of_a_rank(attaches: bool) -> tuple[dict[str, float], list[int]]:
     return metrics, [end - begin for begin, end in zip(counts[0::2], counts[1::2], strict=True)]
 
 
+@pytest.mark.slow
 def test_two_ranks_publish_the_same_without_a_collective_of_their_own() -> None:
     """The means are over the samples of both, and each update has the one collective that it has without handlers."""
     (first, collectives), (second, others) = run_ranks(of_a_rank, True)

@@ -502,6 +502,7 @@ def test_a_heartbeat_is_renewed_where_a_rank_has_moved(monkeypatch: pytest.Monke
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("progress", [Events.ITERATION_STARTED, "of an evaluator"])
 def test_a_heartbeat_of_a_run(tmp_path: Path, progress: Any) -> None:
     """The thread itself: what was set back at one update or micro-batch of an evaluator is renewed at the next one."""

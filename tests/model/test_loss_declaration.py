@@ -551,6 +551,7 @@ def with_collectives() -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_forward_with_collectives_is_left_alone() -> None:
     """No rank begins one in the trial; and each rank is told of its own mean, in training and in evaluation."""
     assert run_ranks(with_collectives) == [[0, 2], [0, 2]]

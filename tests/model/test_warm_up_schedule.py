@@ -120,6 +120,7 @@ def job(directory: Path, epochs: int, **options: Any) -> tuple[Trainer, list[flo
     return trainer, used
 
 
+@pytest.mark.slow
 def test_resumed_in_the_middle(tmp_path: Path) -> None:
     """The rates of a run that broke off in the warm-up and in the decay are bitwise those of one that did not."""
     whole, expected = job(tmp_path / "whole", 2)
@@ -134,6 +135,7 @@ def test_resumed_in_the_middle(tmp_path: Path) -> None:
     assert joined == expected
 
 
+@pytest.mark.slow
 def test_a_finished_schedule_of_a_run_that_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Where the limit is raised the rate stays at its final value, and the log says so, and that the new total is not used."""
     trainer, _ = job(tmp_path, 2)

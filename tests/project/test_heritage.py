@@ -182,6 +182,7 @@ def _silent(cells: list[str], others: str = "") -> list[str]:
     return [f"{file}::{test}" for file, test in _TEST.findall(cells[2]) if not nouns & _words_of(file, test)]
 
 
+@pytest.mark.slow
 def test_each_named_test_speaks_of_its_row() -> None:
     """It has a noun of the behaviour, or of where that is here, which most of the named tests do not have."""
     assert {name: tests for name, cells in _rows() if (tests := _silent(cells, OTHER_WORDS.get(name, "")))} == {}

@@ -43,6 +43,7 @@ class Counting:
         return output._replace(loss=output.loss * self.calls)
 
 
+@pytest.mark.slow
 def test_a_case_of_plain_torch_passes() -> None:
     """Bitwise where it runs in one process, and equal to rounding on two; weights in three ways."""
     with Ranks() as ranks:
@@ -52,6 +53,7 @@ def test_a_case_of_plain_torch_passes() -> None:
     assert found["ranks"] == "bitwise" or float(found["ranks"]) < 1e-12
 
 
+@pytest.mark.slow
 def test_what_does_not_work_is_said() -> None:
     """Each check can fail; one that is known to fail must, and one with a reason is not tried."""
     forgets = replace(GOOD, optimizer=lambda model: Forgetful(model.parameters(), lr=0.01))
@@ -101,6 +103,7 @@ def test_the_table_keeps_the_rows_of_other_libraries(tmp_path: Path) -> None:
     assert all(f"| bitwise | bitwise | bitwise | no: a/b | bitwise | 3 | {run.today()} |" in line for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (run.ROOT / "constraints.txt").exists(), reason="looks at a checkout, and this is none")
 def test_a_library_that_cannot_be_installed_is_reported(tmp_path: Path) -> None:
     """In one line, and nothing of it stays that would be taken for an environment."""

@@ -166,6 +166,7 @@ def test_a_trace_without_a_device_says_nothing_about_it() -> None:
     assert analysis().findings(analysis().Trace.of([])).updates == 0
 
 
+@pytest.mark.slow
 def test_the_picture_has_a_row_for_each_stream_and_two_for_the_host(tmp_path: Path) -> None:
     """With the colour of who launched it; and it can be drawn."""
     analysis()

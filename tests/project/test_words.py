@@ -75,6 +75,7 @@ def _defined(node: ast.AST) -> Iterator[ast.Module | ast.ClassDef | ast.Function
             yield from _defined(child)
 
 
+@pytest.mark.slow
 def test_examples_can_be_pasted_as_they_are() -> None:
     """No docstring needs a fixture of the tests; each handler and each factory for data has an example."""
     docstrings = {

@@ -410,7 +410,7 @@ def uneven_with_buffers(unused: bool, sized: bool) -> dict[str, Any]:
     return {"parameters": flat(model), "idle": model.idle.tolist() if unused else None, "metrics": metrics}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
 @pytest.mark.parametrize("unused", [False, True], ids=["all used", "unused parameter"])
 def test_buffers_and_unused_parameters_with_uneven_ranks(unused: bool, sized: bool) -> None:

@@ -154,6 +154,7 @@ def part_state(few: FewMembers, with_members: Callable[[FewMembers], None], dire
     return trainer, list(model.state_dict().values()), list(ema.state_dict().items()), stopping.num_bad, found, drawn_once
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_run_notice_nothing_of_an_update_that_is_made_again(
     with_members: Callable[[FewMembers], None], tmp_path: Path
 ) -> None:
@@ -351,6 +352,7 @@ def test_the_launcher_refuses_bad_arguments(arguments: list[str], message: str) 
     assert done.stderr.splitlines()[-1].startswith(f"python -m ignite_train.elastic: error: {message}")
 
 
+@pytest.mark.slow
 def test_the_launcher_replaces_a_replica_that_was_stopped_or_killed(tmp_path: Path) -> None:
     """One that a signal has suspended is killed after its time-out; each is started again until one has ended well."""
     pytest.importorskip("torchft", reason="elastic replicas need the extra ignite_train[elastic]")

@@ -46,6 +46,7 @@ def four() -> Iterator[Ranks]:
         yield ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "optimizer", "steps", "cut", "limit"),
     [pytest.param(*case, marks=_tier(case)) for case in CASES],
@@ -172,6 +173,7 @@ def _loss_parallel() -> tuple[dict[str, Tensor], float]:
     return meshes.whole(model), output.loss
 
 
+@pytest.mark.slow
 def test_loss_parallel(four: Ranks) -> None:
     """The loss is a DTensor, computed from logits that no rank has as a whole."""
     weights, records = meshes.by_hand("TP2 x DP2", "SGD", 3, "missing", None)

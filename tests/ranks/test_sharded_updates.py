@@ -154,6 +154,7 @@ def reduced_in_each() -> list[tuple[str, list[float]]]:
     return [train([alike, one], False, reduce_each_micro_batch=True) for one in (alike, CROSSED)]
 
 
+@pytest.mark.slow
 def test_each_reduction_is_compared_where_each_backward_reduces() -> None:
     """In the first micro-batch FSDP2 adds the gradient of one layer to that of another, although all have both in the end."""
     alike = [["left", "right"]] * 2

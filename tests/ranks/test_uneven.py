@@ -215,6 +215,7 @@ def shortest_of_three(counts: tuple[int, ...]) -> int:
     return trainer.run(cuts.Unsized(data(counts)[idist.get_rank()]), max_epochs=1).num_micro_batches
 
 
+@pytest.mark.slow
 def test_one_of_many_ranks_ends_the_epoch() -> None:
     """Without lengths too: two ranks that have more do not outvote the third."""
     assert run_ranks(shortest_of_three, (3, 1, 3), world_size=3) == [1, 1, 1]
@@ -238,6 +239,7 @@ def nothing_anywhere(way: str, sized: bool) -> tuple[int, int]:
     return trainer.state.num_steps, trainer.state.num_skipped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_loaders_that_give_less_than_they_said_stay_in_step(way: str) -> None:
     """One micro-batch on one rank where each had announced two: the others run on it, and an update without any is skipped."""
@@ -273,6 +275,7 @@ def length_of_epoch(counts: tuple[int, int]) -> list[int | None]:
     return lengths
 
 
+@pytest.mark.slow
 def test_a_rank_without_data_knows_how_long_the_epoch_is() -> None:
     """Before the first update, as the others do: no micro-batches are a length too."""
     assert run_ranks(length_of_epoch, (3, 0)) == [[3] * 5] * 2
@@ -650,6 +653,7 @@ def epoch_ended_early(epoch_length: int | None) -> list[float]:
     return seen
 
 
+@pytest.mark.slow
 def test_what_an_epoch_that_ends_early_reads_ahead() -> None:
     """Nothing with an `epoch_length`; without one each rank has read the micro-batch by which it tells that it has more."""
     numbers = [float(number) for number in range(7)]

@@ -88,6 +88,7 @@ def tuned(make_trainer: Any, loader: Any, **values: list[Any]) -> Tuned:
 # --- what it finds ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_fastest_is_named_with_its_gain_and_its_line(clock: Clock) -> None:
     """A micro-batch costs 1 s and 0.1 s for each sample: one of 16 takes 2.6 s, four of 4 take 5.6 s."""
     found = tuned(maker(clock, lambda size: 1.0 + 0.1 * size), loader_of(), micro_batch=[2, 8, 16])
@@ -163,6 +164,7 @@ def test_any_parameter_can_be_varied(clock: Clock) -> None:
     assert found.left_alone["micro_batch"] == "make_trainer has no parameter accumulation_steps"
 
 
+@pytest.mark.slow
 def test_a_candidate_that_fails_is_a_row(clock: Clock) -> None:
     """And the search goes on."""
 
@@ -184,6 +186,7 @@ def test_a_window_of_a_very_slow_candidate_ends_early(clock: Clock) -> None:
     assert found.rows[1].outcome == "slower"
 
 
+@pytest.mark.slow
 def test_the_time_is_kept(clock: Clock) -> None:
     """The fifth part of it is left for the last race; what was not measured is counted."""
     values = {**{name: [] for name in EVERY}, "micro_batch": [2, 1, 8]}
@@ -195,7 +198,7 @@ def test_the_time_is_kept(clock: Clock) -> None:
 # --- what it leaves alone ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1, slow=2)
+@pytest.mark.sampled(0, slow=3)
 @pytest.mark.parametrize("kind", ["global generator", "own generator", "resumable"])
 @pytest.mark.parametrize("ends", ["well", "by an error"])
 def test_a_run_after_it_is_the_run_without_it(kind: str, ends: str, clock: Clock) -> None:
@@ -260,7 +263,7 @@ FIXED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(FIXED))
 def test_micro_batches_that_cannot_be_cut_are_left_alone_and_said(kind: str, clock: Clock) -> None:
     """The unit of the table is then micro-batches; a loader with a place of its own is where it was."""

@@ -132,7 +132,7 @@ def counting(directory: Path, updates: int, carries_on: int) -> Any:
     return trainer.state.iteration, dict(trainer.state.carried)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("carries_on", [0, 1])
 def test_another_number_of_ranks_is_refused(carries_on: int, tmp_path: Path) -> None:
     """In one line that names the key and the way out, on whichever of the ranks something was carried."""
@@ -143,6 +143,7 @@ def test_another_number_of_ranks_is_refused(carries_on: int, tmp_path: Path) -> 
     assert "\n" not in message
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_is_taken_where_nothing_is_carried(tmp_path: Path) -> None:
     """Nothing is lost then."""
     run_ranks(counting, tmp_path, 2, -1)
@@ -162,6 +163,7 @@ def without_carried(directory: Path) -> tuple[Any, list[str]]:
     return dict(trainer.state.carried), state.unused
 
 
+@pytest.mark.slow
 def test_carried_values_can_be_dropped(tmp_path: Path) -> None:
     """If so asked the run begins without them, and says that they are not used."""
     run_ranks(counting, tmp_path, 2, 1)

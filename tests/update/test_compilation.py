@@ -81,6 +81,7 @@ def test_a_compiled_model_trains_as_a_plain_one(bits, backend):
     assert type(compiled.model) is Net
 
 
+@pytest.mark.slow
 def test_it_is_compiled_once_for_training_and_once_for_evaluation():
     """Accumulating, a last group that is smaller, a change of the learning rate and evaluations in between: two graphs."""
     backend = compiling.CountingBackend()
@@ -268,6 +269,7 @@ def train_both_ways(wrapping: str) -> list[tuple[list[float], list[int]]]:
         return [train_block_by_block(wrapping, compiled=compiled) for compiled in (False, True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapping", ["plain", slow("ddp"), nightly("fsdp")])
 def test_equal_blocks_are_compiled_once(wrapping):
     """One graph for all of them in training and one in evaluation, and the same losses, bit by bit."""

@@ -150,6 +150,7 @@ def test_two_ranks_of_unequal_length(sized: bool, way: str) -> None:
     assert_same_on_both(results)
 
 
+@pytest.mark.slow
 def test_mean_of_micro_batch_means() -> None:
     """A bare scalar loss makes the update the mean of the micro-batch means, over ranks too."""
     data = cuts.samples()

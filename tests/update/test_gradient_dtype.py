@@ -86,6 +86,7 @@ def in_wrapper(way: str, dtype: str, world_size: int) -> list[Any]:
     return [str(weight.dtype), (weight.full_tensor() if isinstance(weight, DTensor) else weight).tolist()]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 @pytest.mark.parametrize(
     ("way", "dtype", "world_size"),

@@ -265,6 +265,7 @@ def test_a_mean_is_a_mean() -> None:
     assert record.logs["mean"] == pytest.approx(record.logs["sum"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_mean_is_a_mean_in_a_graph() -> None:
     """Where an update is compiled as a whole."""
 

@@ -126,6 +126,7 @@ def on_ranks(shards: Sequence[Sequence[int]], way: str) -> tuple[list[float], di
 SHARDS = ([[30, 10], [24]], [[40, 0, 24], []], [[20], [4, 4], [36]], [[0, 30], [1, 2, 3], [28]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shards", "way"),
     [

@@ -81,6 +81,7 @@ def peaks(train: Callable[[], Any], *, after: int = 0) -> Peaks:
     return Peaks(of_all, of_fetching)
 
 
+@pytest.mark.slow
 def test_the_meter_counts_bytes():
     """Against numbers that are derived by hand, for a product of 1000 float32 numbers and its backward."""
     size = 4 * 1000

@@ -165,6 +165,7 @@ def norms_on_ranks() -> dict[str, list[Any]]:
     return seen
 
 
+@pytest.mark.slow
 def test_the_norm_is_finite_in_each_way_of_crossing_ranks():
     """On both ranks alike."""
     first, second = run_ranks(norms_on_ranks)
@@ -286,6 +287,7 @@ def train_complex(way: Any) -> list[Any]:
     return [model.first.tolist(), model.second.tolist()]
 
 
+@pytest.mark.slow
 def test_a_rank_without_data_may_have_a_complex_parameter_first():
     """The update is that of the other rank's samples, in each way of crossing ranks."""
     # x = 1 on both ranks, then x = 2 on one: d|w|²x²/dw is 2wx² in torch's convention, and the mean of x is the other's.

@@ -387,6 +387,7 @@ def _seeded_rounds(directory: Path, **options: Any) -> tuple[list[Any], int]:
     return _rounds(directory, **options)
 
 
+@pytest.mark.slow
 def test_rounds_resume_bitwise_from_their_ends(tmp_path: Path) -> None:
     """Killed in the middle of a round, a loop that saves at the end of each round ends with the bits of one that was not."""
     expected = _seeded_rounds(tmp_path / "whole")
@@ -423,6 +424,7 @@ def on_ranks(way: str, groups: list[list[list[int]]]) -> tuple[list[float], list
     return [*weight.flatten().tolist(), bias.item()], kept, state.num_micro_batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "explicit", "fsdp"])
 def test_ranks_may_have_lists_of_different_lengths(way: str) -> None:
     """Three updates with ragged, empty and equal groups are weighted least squares over all samples, in float64."""
@@ -469,7 +471,7 @@ def count_both(way: str) -> dict[str, list[str]]:
     return counted
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "auto", "explicit", "fsdp"])
 def test_it_has_the_collectives_of_an_update_in_a_run(way: str) -> None:
     """The same operations in the same order, and the same parameters; lists for a sharded model are measured first."""
@@ -514,6 +516,7 @@ def gan_on_ranks(rounds: int) -> list[float]:
     return [number for net in gan.nets for p in net.parameters() for number in p.flatten().tolist()]
 
 
+@pytest.mark.slow
 def test_a_gan_on_two_ranks_is_the_loop_by_hand() -> None:
     """In float64, with 5 samples on one rank and 11 on the other, the networks are those of the whole batch."""
     gan = Gan(4)
@@ -538,6 +541,7 @@ def fail_on_one_rank() -> Iterator[None]:
     raise AssertionError("no rank may come here")
 
 
+@pytest.mark.slow
 def test_an_error_in_the_loop_of_one_rank_ends_the_others() -> None:
     """The default FailureBoard is open in a session: no rank waits for the one that failed."""
     with pytest.raises(AssertionError) as raised:

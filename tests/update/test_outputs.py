@@ -67,6 +67,7 @@ def test_without_outputs_it_is_the_forward_output() -> None:
     assert [type(output) for output in seen] == [tuple, ForwardOutput]
 
 
+@pytest.mark.slow
 def test_they_are_seen_in_an_update_and_not_kept() -> None:
     """Each micro-batch shows its own in FORWARD_COMPLETED; after the update no one holds a tensor of them."""
     model, sizes, held = classifier(), [], []

@@ -159,6 +159,7 @@ def resumed(name: str, way: str, directory: Path) -> tuple[Any, Any]:
     return whole, ended(name, way, directory / "stopped", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "way"), [case if case in FAST else slow(*case) if case in ROTATING else nightly(*case) for case in HELD]
 )

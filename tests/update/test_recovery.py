@@ -117,7 +117,7 @@ def run_out_of_memory(policy: str, site: str, failing: int, at: int, sizes: list
     return {"parameters": whole(model), "events": events, "random": torch.get_rng_state().tolist()}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("site", ["forward", "backward"])
 @pytest.mark.parametrize(("failing", "at"), [(0, 1), (1, 3), (1, 5)], ids=["first", "last-of-group", "middle"])
 def test_skip_is_bitwise_a_micro_batch_of_weight_zero(site: str, failing: int, at: int) -> None:
@@ -484,7 +484,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("site", EXPECTED)
 @pytest.mark.parametrize("scaled", only([True], [False, True]), ids=["unscaled", "at-the-floor"])
@@ -770,6 +770,7 @@ def alone() -> list[Any]:
     return [first, empty, second]
 
 
+@pytest.mark.slow
 def test_a_sharded_model_trains_and_evaluates_as_one_process_does() -> None:
     """FSDP2 on two ranks with uneven data, clipping and AdamW equals the single process, parameters, norms and metrics."""
     expected = sharded_against_one("none")

@@ -373,6 +373,7 @@ def saved_run(directory: Path, updates: int, *, names: tuple[str, str] = ("first
     return job
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     """Parameters, moments and rates of each optimizer; the checkpoint has each under its name."""
     saved_run(tmp_path / "a", 4)
