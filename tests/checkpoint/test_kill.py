@@ -53,7 +53,7 @@ def test_killed_anywhere_two_ranks_end_bitwise_as_if_nothing_had_happened(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", only([2], [0, 2]))
+@pytest.mark.parametrize("num_workers", [nightly(0), 2])
 def test_killed_anywhere_one_process_ends_bitwise_with_any_number_of_workers(
     tmp_path: Path, reference: References, num_workers: int
 ) -> None:

@@ -153,7 +153,7 @@ def _ranks_of(name: str) -> int:
     [
         slow(("TP2 x FSDP2", "one process")),
         nightly(("TP2 x FSDP2", "FSDP2", "one process", "TP2 x FSDP2")),
-        slow(("TP2 x DP2", "HSDP 2 x 2", "TP2 x FSDP2", "FSDP2")),
+        nightly(("TP2 x DP2", "HSDP 2 x 2", "TP2 x FSDP2", "FSDP2")),
         nightly(("one process", "TP2 x DP2", "one process")),
     ],
     ids=" -> ".join,

@@ -1462,7 +1462,7 @@ def test_what_may_be_claimed_follows_from_what_the_disk_holds(name: str, tmp_pat
     assert "are on the disk; copy it without holes" in refusal(start())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_verifying_takes_the_memory_of_a_buffer(tmp_path: Path) -> None:
     """Whatever a file claims, its bytes are checked a few at a time."""
     saved(tmp_path)
@@ -1472,7 +1472,7 @@ def test_verifying_takes_the_memory_of_a_buffer(tmp_path: Path) -> None:
     assert megabytes < 200
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_index_of_endless_lists_is_not_parsed(tmp_path: Path) -> None:
     """Sixty megabytes of `[]` would be lists of more than a gigabyte."""
     saved(tmp_path)

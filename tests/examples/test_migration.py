@@ -18,7 +18,6 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from processes import DEADLINE_SECONDS
-from tiers import nightly
 
 FOLDER = Path(__file__).parents[1] / "migration"
 PAGE = FOLDER.parent.parent / "docs/migration.md"
@@ -90,8 +89,8 @@ def test_a_table_has_thirty_rows(name: str) -> None:
     assert {len(row) for row in rows} == {2}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("samples", [nightly(96), 90])
+@pytest.mark.nightly
+@pytest.mark.parametrize("samples", [96, 90])
 def test_ours_is_the_mean_over_samples(samples: int, tmp_path: Path) -> None:
     """Also where the last micro-batch is smaller; the page has the numbers. Ignite's is with equal micro-batches only."""
     exact = by_hand(samples)

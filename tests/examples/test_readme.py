@@ -82,9 +82,9 @@ def test_the_blocks_run_when_pasted_one_after_the_other(tmp_path: Path) -> None:
     assert (tmp_path / "model.pt").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not PERFORMANCE.is_file(), reason="looks at a checkout, and here is none")
-@pytest.mark.parametrize("compiler", ["quick", pytest.param("inductor", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("compiler", ["quick", "inductor"])
 def test_what_makes_it_fast_runs_as_printed(compiler: str, tmp_path: Path) -> None:
     """The blocks of docs/performance.md are one script; each `print(...)  # 1` in it prints what stands there."""
     printed = "".join(blocks(PERFORMANCE.read_text(encoding="utf-8")))

@@ -62,7 +62,7 @@ def test_each_step_is_the_one_before_with_marked_lines() -> None:
         steps.changed("a = 1\n", " a = 2\n+b = 3\n")
 
 
-@pytest.mark.sampled(0, slow=2)
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("heading", STEPS[1:6])
 def test_each_step_runs(heading: str, tmp_path: Path) -> None:
     """In one process, and learns what its data hold."""

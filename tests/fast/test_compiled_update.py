@@ -864,8 +864,8 @@ def test_a_step_counts_whose_result_is_lost_to_an_interrupt(monkeypatch, steps):
 OF_INDUCTOR = {"cpp_wrapper": True, "layout_optimization": False, "realize_opcount_threshold": 2}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compile", ["update", nightly({"update": True, "options": OF_INDUCTOR})], ids=["default", "wrong"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("compile", ["update", {"update": True, "options": OF_INDUCTOR}], ids=["default", "wrong"])
 def test_convolutions_have_the_norm_of_an_update_that_is_not_compiled(compile):  # noqa: A002
     """By the options that are the default on the CPU, and by some of inductor's with which torch 2.13 compiles a wrong one."""
     norms = []

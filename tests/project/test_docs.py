@@ -38,7 +38,9 @@ FOREIGN_FILES = {
 }
 FOREIGN_NAMES = {
     "DynamicLossScaler": "fairseq and DeepSpeed",
+    "DPOTrainer": "TRL",
     "FailureConfig": "Ray Train",
+    "GRPOTrainer": "TRL",
     "GradsHistHandler": "a logger of Ignite's, in a module that not each installation can import",
     "GradsScalarHandler": "another one",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",

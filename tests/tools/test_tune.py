@@ -21,7 +21,7 @@ from ignite_train.tools.search import Dimension, Search, race
 from ignite_train.tools.trial import TrialError
 from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
-from tiers import nightly, slow
+from tiers import nightly
 
 X = torch.randn(48, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 IMAGES = torch.randn(48, 2, 4, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -118,7 +118,7 @@ def test_each_candidate_computes_the_updates_of_one_large_batch(clock: Clock) ->
     assert len({trainer.state.update_output.sample_size for trainer, _ in made if trainer.state.iteration}) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_tried_by_default(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads and workers by powers of two, sizes that divide the samples of an update, and the parameters that are known."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(3))
@@ -179,7 +179,7 @@ def test_a_candidate_that_fails_is_a_row(clock: Clock) -> None:
     assert [row.settings["micro_batch"] for row in found.rows] == [4, 8, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_window_of_a_very_slow_candidate_ends_early(clock: Clock) -> None:
     """After three windows of the present settings, so that one that is a thousand times slower does not use up the time."""
     found = tuned(maker(clock, lambda size: 1000.0 if size < 4 else 1.0), loader_of(), micro_batch=[2])
@@ -385,7 +385,7 @@ def test_a_race_ends_where_it_is_decided(after: float, rounds: int, outcome: str
 # --- real clocks, ranks and mistakes ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [slow([]), nightly([1])], ids=["alone", "workers"])
+@pytest.mark.parametrize("workers", [nightly([]), nightly([1])], ids=["alone", "workers"])
 def test_a_supervised_trainer_by_the_real_clock(workers: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """With channels_last and worker processes; a row for each that was tried. The search itself never runs out of time."""
     monkeypatch.setattr("ignite_train.tools.tune.perf_counter", lambda: 0.0)
