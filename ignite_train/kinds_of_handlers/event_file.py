@@ -22,7 +22,7 @@ _MASK = 0xA282EAD8  # TensorFlow's record format adds it to a checksum that it h
 _PREFIX = "events.out.tfevents."
 
 _numbers_of_files: Iterator[int] = count()
-_made_here: set[str] = set()  # names of the files of this class in this process; another writer has names of the same form
+_made_here: set[Path] = set()  # the files of this class in this process; another writer has names of the same form
 
 
 def event_files(directory: Path) -> list[Path]:
@@ -32,7 +32,7 @@ def event_files(directory: Path) -> list[Path]:
 
 def is_finished(path: Path) -> bool:
     """Whether a file of events is not empty, and no other writer of this process may still be writing to it."""
-    return path.stat().st_size > 0 and (f".{_writer()}." not in path.name or path.name in _made_here)
+    return path.stat().st_size > 0 and (f".{_writer()}." not in path.name or path.resolve() in _made_here)
 
 
 def _writer() -> str:
@@ -63,8 +63,8 @@ class EventFile:
 
         directory.mkdir(parents=True, exist_ok=True)
         name = f"{_PREFIX}{int(time.time()):010d}.{_writer()}.{next(_numbers_of_files)}"
-        _made_here.add(name)
         self._path, self.is_empty = directory / name, True
+        _made_here.add(self._path.resolve())
         self._file = self._path.open("wb", buffering=0)
         weakref.finalize(self, self._file.close)
         self._make_event: Any = Event

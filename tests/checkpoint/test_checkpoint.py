@@ -934,6 +934,7 @@ def test_one_trainer_to_a_checkpoint(tmp_path: Path) -> None:
         checkpoint.attach(make()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "draw", [lambda: float(torch.rand(())), random.random, np.random.rand], ids=["torch", "python", "numpy"]
 )

@@ -364,6 +364,7 @@ def test_the_model_of_power_cuts_sees_a_removal_before_the_commit(tmp_path, monk
     assert "lost" in violations(record(root, monkeypatch, saves=2).log, scratch)
 
 
+@pytest.mark.slow
 def test_the_model_of_power_cuts_sees_a_reader_without_checksums(tmp_path, monkeypatch):
     """Without waiting and without checksums, some state is read as something that was never saved."""
     root, scratch = tmp_path / "root", tmp_path / "scratch"
@@ -398,7 +399,7 @@ def test_the_disk_waits_for_what_it_is_told_to(tmp_path, monkeypatch):
 # --- errors of the disk ---
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS], ids=errno.errorcode.get)
 def test_an_error_at_any_operation_is_told_and_harms_nothing(attempts, caplog, code):
     """Each operation fails once: an error in one line that names rank and cause, or a warning if it was only about removing."""
@@ -839,6 +840,7 @@ def test_a_run_that_warns_says_before_the_first_update_what_cannot_be_written(tm
     assert newest_update(tmp_path) == 5
 
 
+@pytest.mark.slow
 def test_a_trial_that_is_cut_short_leaves_nothing_that_stays(tmp_path, build, micro_batches):
     """A crash before each operation of it in turn: the next run removes what is left, and nothing is taken for a checkpoint."""
 

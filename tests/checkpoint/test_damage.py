@@ -357,6 +357,7 @@ def test_an_error_of_the_disk_is_not_taken_for_damage_by_the_command(whole, tmp_
         assert checkpoint_command(["list", str(whole[0])]) == 1
 
 
+@pytest.mark.slow
 def test_a_directory_with_damaged_ones_only_does_not_begin_anew(whole, tmp_path):
     """However often the command is started, it is refused with the ways out: after `resume="never"`, `auto` resumes again."""
     directory = tmp_path / "copy"
@@ -432,6 +433,7 @@ def test_one_that_cannot_be_renamed_is_passed_over(whole, tmp_path, caplog):
     assert "; an older one is tried" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_run_that_falls_back_ends_bitwise_as_if_nothing_had_happened(whole, tmp_path):
     """Training on from the older one gives the weights of a run that was never interrupted."""
     reference = start(tmp_path / "reference")

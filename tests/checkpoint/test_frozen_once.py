@@ -291,6 +291,7 @@ def _changes_and_is_killed(directory: Path, number: int) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [*map(slow, range(14)), 14, 15, 16, *map(slow, range(17, 22))])
 def test_a_kill_while_they_are_written_again_loses_nothing(tmp_path: Path, number: int) -> None:
     """By SIGKILL before each operation: the old checkpoint or the new one is whole, and the next run leaves one file."""

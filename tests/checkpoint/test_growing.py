@@ -51,6 +51,7 @@ def script(directory: Path, limit: int, *, adds_first: bool = False, seed: int =
     return trainer, bit_by_bit([model.state_dict(), optimizer.state_dict()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adds_first", [False, True], ids=["same script", "adds it first"])
 @pytest.mark.parametrize("update", [slow(3), 4, 6, slow(8), 10])
 def test_a_group_that_was_added_in_the_run_comes_back(update: int, adds_first: bool, tmp_path: Path) -> None:
@@ -78,6 +79,7 @@ class Outer(torch.optim.Optimizer):
         self.inner.step(closure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", [4, slow(6)])
 def test_a_group_that_was_added_to_an_optimizer_inside_comes_back(update: int, tmp_path: Path) -> None:
     """It is a group of both optimizers, and both states fit when it is there again."""

@@ -63,6 +63,7 @@ def half_restored(directory: Path, resume: str | Path = "auto") -> tuple[Trainer
     return trainer, counts
 
 
+@pytest.mark.slow
 def test_the_next_run_resumes_again(tmp_path: Path) -> None:
     """What could not be loaded can be now: the run ends with the bits of one that was not interrupted."""
     whole = build(tmp_path / "whole", seed=0)

@@ -509,7 +509,7 @@ def _refused(directory: Path, advances: bool) -> str:
     return ""
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("advances", [True, False])
 def test_all_ranks_are_refused_alike(tmp_path, advances):
     """Rank 0 alone looks at the lock; with the other run alive both raise the same line, without it both train."""

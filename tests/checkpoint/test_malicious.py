@@ -690,6 +690,7 @@ def test_parts_that_overlap_or_leave_a_gap_are_refused(parts):
         assemble(Box((0,), (4,)), torch.float32, [(part, lambda: torch.zeros(4)) for part in parts])
 
 
+@pytest.mark.slow
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 15), st.booleans())
 @settings(deadline=None)
 def test_parts_that_cover_are_put_together(rows, columns, extra, double):

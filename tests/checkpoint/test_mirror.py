@@ -125,6 +125,7 @@ def test_the_store_has_the_files_of_the_directory(here: Path, store: Path, froze
         verify(found.path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", ["each", "once"])
 def test_a_run_whose_directory_is_lost_ends_with_the_same_bits(here: Path, store: Path, frozen: str) -> None:
     """The newest checkpoint comes back as it was written, and training continues in the middle of the epoch."""
@@ -145,6 +146,7 @@ def test_a_run_whose_directory_is_lost_ends_with_the_same_bits(here: Path, store
     assert contents(store) == contents(here)
 
 
+@pytest.mark.slow
 def test_a_store_in_memory_will_do(here: Path) -> None:
     """Any file system of fsspec."""
     url = f"memory://{here.parent.name}/run"
@@ -154,6 +156,7 @@ def test_a_store_in_memory_will_do(here: Path) -> None:
     assert bits(train(here, url, resume="must")) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", ["auto", "must"])
 def test_the_newest_wins_wherever_it_is(here: Path, store: Path, tmp_path: Path, resume: str) -> None:
     """A directory with older checkpoints, as of a machine that the job comes back to, gets the newest, and only such a one."""
@@ -176,6 +179,7 @@ def test_the_newest_wins_wherever_it_is(here: Path, store: Path, tmp_path: Path,
     assert contents(behind) == before, "a run that is over copies what is missing"
 
 
+@pytest.mark.slow
 def test_a_run_from_an_older_checkpoint_is_newer_than_what_the_store_has(here: Path, store: Path) -> None:
     """Its serial numbers come after those in the store, so that it is the one that is resumed, and that stays."""
     train(here, f"file://{store}", updates=3, keep=9)
@@ -399,6 +403,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_object_is_noticed_and_the_one_before_is_taken(
     here: Path, store: Path, caplog: pytest.LogCaptureFixture, damage: str

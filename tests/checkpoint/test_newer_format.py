@@ -124,6 +124,7 @@ def test_a_newer_format_is_refused_and_left_untouched(which: str, resume: str, t
     assert (tmp_path / which / "manifest.json").read_bytes() == stored
 
 
+@pytest.mark.slow
 def test_a_run_does_not_save_beside_a_newer_format(tmp_path: Path) -> None:
     """A run that resumes from an older one by name is refused before its first update; moved away, the older one is used."""
     store(tmp_path / "run", OLD)
@@ -146,6 +147,7 @@ def refusal_of_a_rank(directory: Path) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_newer_format_is_refused_on_all_ranks(tmp_path: Path) -> None:
     """With the same line."""
     store(tmp_path, NEW, 2)

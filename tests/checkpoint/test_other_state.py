@@ -394,7 +394,7 @@ class Factored(torch.optim.Optimizer):
                 parameter -= group["lr"] * parameter.grad / (rows.sqrt() + 1e-3).reshape(-1, *[1] * (parameter.dim() - 1))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_every_optimizer_goes_on_bitwise(form: str, tmp_path: Path) -> None:
     """What each of torch's optimizers keeps, and one of somebody else's, is taken for what it is."""
@@ -671,6 +671,7 @@ def test_options_that_are_not_numbers_are_kept(tmp_path: Path, caplog: Any) -> N
     assert line.count("->") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "names"),
     [(lambda layer: layer, "0.weight and 1 more"), (lambda layer: layer.bias, "0.bias")],
@@ -813,7 +814,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_schedule_goes_on_over_the_rate_of_the_script(schedule: str, tmp_path: Path) -> None:
     """Its place and its shape are the checkpoint's: the rates are those of a whole run at the script's rate."""
@@ -852,6 +853,7 @@ def test_a_rate_of_zero_has_no_other_multiple(tmp_path: Path) -> None:
     assert rates == pytest.approx((0.0, 0.005 * (1 + math.cos(math.pi * 3 / 12)) / 2), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_schedule_that_has_rates_of_its_own_is_refused(tmp_path: Path) -> None:
     """It would overrule the script at its next step; the message says how to begin it anew."""
 
@@ -1220,6 +1222,7 @@ def test_what_was_half_encoded_leaves_nothing_behind(tmp_path: Path) -> None:
 # --- handlers that hold what no checkpoint keeps ---
 
 
+@pytest.mark.slow
 def test_an_average_that_no_checkpoint_keeps_is_named(tmp_path: Path, caplog: Any) -> None:
     """`EMAHandler` has no `state_dict`: once, with its attribute and the remedy, which silences it."""
     for options, expected in (({}, 1), ({"leave_out": ("EMAHandler",)}, 0), ({"to_save": True}, 0)):

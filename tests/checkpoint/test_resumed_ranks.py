@@ -128,6 +128,7 @@ def all_traces() -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_making_the_order_leaves_no_trace() -> None:
     """Gradients stay as they are, no hook of a parameter is called, nor a communication hook with a state; once is enough."""
     for found in run_ranks(all_traces):

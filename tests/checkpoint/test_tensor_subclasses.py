@@ -127,6 +127,7 @@ def train(directory: Path, *limits: int) -> Any:
     return bit_by_bit([model.layer.state_dict(), model.table.codes, model.table.scale, [m.codes for m in moments]])
 
 
+@pytest.mark.slow
 def test_a_quantised_state_goes_on_bitwise(tmp_path: Path) -> None:
     """Of an optimizer, where it exists from the first step on, and of a buffer, whose class the model has."""
     assert train(tmp_path / "parts", 3, 6) == train(tmp_path / "whole", 6)

@@ -49,6 +49,7 @@ class Unknown(IterableDataset[Any]):
         return iter(torch.ones(5, 2, 4))
 
 
+@pytest.mark.slow
 def test_workers_that_still_read_the_last_group_do_not_show_it(build: Build) -> None:
     """A group of micro-batches that workers prepare is otherwise begun before it is known to be whole."""
     setup = dropped(build, lambda model, x: (model(x[0]).sum(), 1.0), accumulation_steps=2)

@@ -574,6 +574,7 @@ def test_control_c_while_the_thread_is_waited_for(monkeypatch):
     assert trainer.state.num_micro_batches == 12
 
 
+@pytest.mark.slow
 def test_a_dataset_that_hangs_does_not_keep_the_run(monkeypatch, caplog):
     """A warning says so; and the next pass of the loader does not call the dataset until the thread is back."""
     monkeypatch.setattr(fetch_thread, "_PATIENCE_SECONDS", 0.05)

@@ -51,6 +51,7 @@ def test_the_order_is_that_of_the_sampler():
         assert torch.cat([*loader]).tolist() == [*sampler]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_samples_are_the_same_in_any_number_of_workers(workers):
     alone, several = (ResumableLoader(Noisy(), 3, shuffle=True, seed=5, num_workers=n) for n in (0, workers))

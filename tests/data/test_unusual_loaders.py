@@ -363,6 +363,7 @@ def test_a_pass_of_the_users_own_over_kept_workers_is_noticed(number: int, limit
     assert [x for (x,) in seen] == PASSES[:1]
 
 
+@pytest.mark.slow
 def test_workers_that_are_kept_train_on_in_the_next_run() -> None:
     """With `epoch_length`, from where the run before has ended; and another trainer may begin a pass of its own."""
     trainer, seen = make()
@@ -597,6 +598,7 @@ def _look_ahead() -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_memory_that_is_used_again_while_a_rank_reads_ahead_is_refused() -> None:
     """Ranks whose loaders have no length read one micro-batch ahead, so that one is enough."""
     assert all("in a container and memory of its own" in message for message in run_ranks(_look_ahead))
@@ -621,6 +623,7 @@ class Interrupting(Dataset[Tensor]):
         return torch.randn(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("stop", [Trainer.terminate, Trainer.interrupt], ids=["terminate", "interrupt"])
 def test_a_signal_during_a_fetch_changes_no_bit(stop: Callable[[Trainer], None], steps: int) -> None:

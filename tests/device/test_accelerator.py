@@ -352,6 +352,7 @@ def test_two_processes_by_gloo(place: torch.device, way: str) -> None:
     torch.testing.assert_close(first["weight"], expected["weight"], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_a_sharded_model(place: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`fully_shard` on one device, in a group of one rank: losses and norms are those of the whole model."""

@@ -180,6 +180,7 @@ def test_no_micro_batch_is_lost_or_repeated(loader, length, steps, part):
     assert different == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("stop", ["error", "terminate"])
 def test_a_loader_that_changes_the_state_that_it_gave(stop, steps, monkeypatch):

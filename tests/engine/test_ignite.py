@@ -236,6 +236,7 @@ def lengths_of_ranks() -> list[Any]:
     return lengths
 
 
+@pytest.mark.slow
 def test_the_length_at_the_start_is_that_of_the_longest_rank():
     """With 3 and 7 micro-batches and groups of 2, every rank starts with 4 updates in sight; also with none and 7."""
     assert run_ranks(lengths_of_ranks) == [[4] * 4] * 2
@@ -308,6 +309,7 @@ def test_data_can_be_renewed_where_a_pass_ends():
     assert results[0] == results[1] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_a_run_without_data(accumulation_steps, tmp_path):
     """`run(None, epoch_length=n)`: forward gets None, no batch is requested, a second run knows the length; it resumes."""
@@ -438,6 +440,7 @@ def stream_of_ranks() -> Any:
     return groups, ends, passes, weight(trainer)
 
 
+@pytest.mark.slow
 def test_streams_of_ranks_have_epochs_of_one_length():
     """Ranks whose passes differ in length make the same updates: each begins its own next pass."""
     first, second = run_ranks(stream_of_ranks)

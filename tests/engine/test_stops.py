@@ -110,7 +110,7 @@ def check(event: Any, stop: str, update: int, result: Any) -> None:
     assert set(fired.values()) == {1}, (event, stop, fired)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", STOPS)
 @pytest.mark.parametrize("event", IN_UPDATE, ids=lambda event: event.name)
 def test_the_update_in_which_a_stop_is_asked_for_is_made_and_counted(event: Any, stop: str) -> None:

@@ -160,7 +160,7 @@ class Run:
         return (path.name for path in Path(self.best_model.save_handler.dirname).iterdir())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [3, 5, 6])
 @pytest.mark.parametrize("kind", sorted(EVALUATORS))
 def test_what_is_on_the_evaluator_comes_back(tmp_path: Path, kind: str, cut: int) -> None:

@@ -415,6 +415,7 @@ def lists() -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_lists_are_gathered_by_the_metric_that_keeps_them() -> None:
     """The lists of a user's metric may differ in length and shape, and one without data is not asked."""
     assert run_ranks(lists) == [[3 + 2 + 3 + 3, 9 + 4 + 6 + 6, 9 + 6 + 1 + 1, 3 + 2]] * 2

@@ -78,6 +78,7 @@ def vector(model: nn.Module) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_the_mixture_of_cagrad_is_the_best_of_all_mixtures() -> None:
     """Of ten thousand that are tried, for gradients of two tasks, which agree or conflict."""
     combine = definitions("Several gradients of one update")["avoid_conflicts"]
@@ -144,6 +145,7 @@ def test_gradnorm_is_the_loop_by_hand() -> None:
         assert gradnorm([sizes]) == pytest.approx(expected, rel=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [[[20, 28], []], slow([[1, 3], [40], [0, 4]])], ids=str)
 def test_gradnorm_on_ranks_is_the_loop_by_hand(shards: list[list[int]]) -> None:
     for found in run_ranks(gradnorm, shards, world_size=len(shards)):

@@ -141,6 +141,7 @@ def assert_equal_to_rounding(found: tuple[torch.Tensor, list[float]], expected: 
     torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(expected[1]), rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FAST])
 def test_the_first_updates_are_those_by_hand(name: str) -> None:
     """One program of each mechanism, for a few updates on one rank."""

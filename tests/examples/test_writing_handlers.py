@@ -29,6 +29,7 @@ def promised(code: str) -> list[str]:
     return re.findall(r"^ *print\(.*\)  # (.*)$", code, flags=re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_page_on_handlers_runs_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,6 +62,7 @@ def _agree_on_this_rank() -> tuple[list[str], int]:
     return printed, names["trainer"].state.num_steps
 
 
+@pytest.mark.slow
 def test_a_piggyback_agrees_over_ranks() -> None:
     """Each of two ranks drops one sample in each update, so that the limit of 5 is passed on both in the third."""
     assert (

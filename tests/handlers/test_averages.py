@@ -209,6 +209,7 @@ def test_a_momentum_is_from_0_to_1(momentum: float) -> None:
     assert not torch.equal(model[0].weight, before["0.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True], ids=["averaged", "own"])
 def test_a_teacher_may_have_statistics_of_its_own(own: bool, tmp_path: Path) -> None:
     """Those that it has moved itself in training mode, as in Mean Teacher; also after a resume."""
@@ -328,6 +329,7 @@ def test_a_student_of_two_optimizers() -> None:
     assert bit_by_bit([*teacher.parameters()]) == bit_by_bit([*model.parameters()]) != before
 
 
+@pytest.mark.slow
 def test_a_teacher_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Broken off in the middle, student and teacher end with the same bits; the teacher is exported as a file."""
 

@@ -442,7 +442,7 @@ def test_different_gradients_are_an_error_on_every_rank(
     assert completed == []
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("updates", "factor", "every", "options"),
     [
@@ -461,6 +461,7 @@ def test_gradients_that_agree_are_let_through(updates: range, factor: float, eve
         assert completed == [True]
 
 
+@pytest.mark.slow
 def test_a_norm_that_is_finite_on_one_rank_only_is_a_mismatch() -> None:
     """One rank skipped what the other did."""
     (update, norms, *_), *_ = run_ranks(break_gradients, "ddp", range(2, 9), math.inf, 1, {})[0]
@@ -469,6 +470,7 @@ def test_a_norm_that_is_finite_on_one_rank_only_is_a_mismatch() -> None:
     assert not math.isfinite(norms[1])
 
 
+@pytest.mark.slow
 def test_a_gradient_that_one_rank_lacks_is_named() -> None:
     """Whatever the norm of those it has."""
     for (update, _, parameters, _), *_ in run_ranks(break_gradients, "ddp", range(2, 9), 0.0, 1, {}):
@@ -553,6 +555,7 @@ def nonfinite_everywhere() -> int:
     return job.trainer.run(shard(6), max_epochs=1).num_skipped
 
 
+@pytest.mark.slow
 def test_norms_that_are_not_finite_anywhere_are_no_mismatch() -> None:
     """They are the trainer's own policy's business."""
     assert run_ranks(nonfinite_everywhere) == [3, 3]
@@ -585,6 +588,7 @@ def attach_unalike(which: str) -> str:
     return str(raised(ValueError, lambda: job.trainer.run(shard(9), max_epochs=1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("which", "found"),
     [("norm", "GradNormConsistency had no norm on ranks [1]"), ("state", "StateConsistency had a digest on 1 of 2 ranks")],
@@ -609,6 +613,7 @@ def lose_count() -> Any:
     return error.update, error.names
 
 
+@pytest.mark.slow
 def test_a_counter_that_moves_the_check_itself_is_named() -> None:
     """A rank whose `iteration` differs checks at another time than the others, which is how it shows."""
     assert run_ranks(lose_count) == [(4, ("counter iteration",))] * 2
@@ -785,6 +790,7 @@ def break_off_after_a_mismatch(way: Way) -> Any:
     return error and (error.update, error.norms)
 
 
+@pytest.mark.slow
 @each_way
 def test_a_norm_is_sent_again_after_an_update_that_was_broken_off(way: Way) -> None:
     """The next update that goes through brings the verdict on the one before."""

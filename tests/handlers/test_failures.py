@@ -641,6 +641,7 @@ def fail_on_both(board: Board) -> None:
         board.write(f"raised.{rank}", [str(error), *getattr(error, "__notes__", [])])
 
 
+@pytest.mark.slow
 def test_of_two_failures_one_is_the_first(tmp_path: Path) -> None:
     """Both ranks fail at once, each on its own account: each keeps its error, and one learns that the other was first."""
     with Group(tmp_path, fail_on_both) as group:

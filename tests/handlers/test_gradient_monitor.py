@@ -286,6 +286,7 @@ def test_two_ranks(kind: str) -> None:
     }
 
 
+@pytest.mark.slow
 def test_resumed_between_two_looks(tmp_path: Path) -> None:
     """A logger reads the same after a resume as in a run that did not break off."""
 

@@ -68,7 +68,7 @@ def job(directory: Path | None, make: Callable[[Optimizer], Any]) -> tuple[Train
     return trainer, model, used, scheduler
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(SCHEDULERS))
 def test_schedulers_are_saved_and_resumed(name: str, tmp_path: Path) -> None:
     """At ITERATION_STARTED, broken off in update 5: the same settings in each update, and the same weights."""
@@ -85,6 +85,7 @@ def test_schedulers_are_saved_and_resumed(name: str, tmp_path: Path) -> None:
     assert bit_by_bit(model.state_dict()) == bit_by_bit(expected.state_dict())
 
 
+@pytest.mark.slow
 def test_a_scheduler_of_a_number_in_the_state(tmp_path: Path) -> None:
     """`state.NAME` follows its milestones, after a resume too."""
 

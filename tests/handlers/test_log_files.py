@@ -95,7 +95,7 @@ def test_a_line_has_the_metrics(tmp_path: Path, kind: str) -> None:
     assert (rows[-1]["epoch"], log.rows_at_end()) == ("2", [("files", f"{log.path} ({type(log).__name__})")])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize(
     ("save", "killed_at"),

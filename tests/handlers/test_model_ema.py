@@ -239,6 +239,7 @@ def saved_job(directory: Path, *, ema_first: bool = True, ema: ModelEMA | None =
     return trainer, model, ema
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ema_first", [True, False], ids=["ema-first", "checkpoint-first"])
 def test_resumed_it_has_the_same_bits(ema_first: bool, tmp_path: Path) -> None:
     """Broken off in the fourth update, in another process it ends with the average of a run that was not."""
@@ -255,6 +256,7 @@ def test_resumed_it_has_the_same_bits(ema_first: bool, tmp_path: Path) -> None:
     assert bit_by_bit(ema.state_dict()) == bit_by_bit(expected.state_dict())
 
 
+@pytest.mark.slow
 def test_added_to_a_run_it_begins_with_its_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A checkpoint without an average: it starts from the weights that are restored, and the log says so."""
     model = net()

@@ -934,6 +934,7 @@ class Heard(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+@pytest.mark.slow
 def test_ctrl_c_prints_its_line_once() -> None:
     """A terminal sends it to all ranks; rank 0 says so."""
     (first, update), (second, other) = run_ranks(interrupted)

@@ -102,6 +102,7 @@ def what_is_attached() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_several_ranks_are_protected_by_default_and_by_settings() -> None:
     """All four handlers, none, or those that are asked for with their settings; by both factories."""
     for found in run_ranks(what_is_attached):
@@ -176,7 +177,7 @@ def replace(when: str) -> Any:
     return attached(trainer), trainer.default_handlers, left, during, settled, handlers.count("GradNormConsistency")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before a run", "in another order", "after a run"])
 def test_a_handler_of_ones_own_replaces_the_default(when: str) -> None:
     """Each kind is there once, the user's, a subclass counts as its kind, and nothing of the default is left behind."""
@@ -239,6 +240,7 @@ def train_buffered(way: Way) -> int:
     return make(way, module=Buffered(), protect={"state_consistency": {"every": 1}})[0].run(loader(), max_epochs=1).num_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "explicit"])
 def test_buffers_of_a_ranks_own_are_no_false_alarm(way: Way) -> None:
     """A layer may fill a buffer from the data of its rank; by default that is not compared."""
@@ -305,6 +307,7 @@ def drift_in_update_5() -> Any:
     return "", steps
 
 
+@pytest.mark.slow
 def test_ranks_that_drift_apart_later_are_noticed() -> None:
     """After the first updates those are compared whose number is a multiple of `every`."""
     assert run_ranks(drift_in_update_5) == [("update 8", [*range(1, 9)])] * 2
@@ -362,7 +365,7 @@ def call_the_raw_module(way: Way, protect: Any, directory: Path | None) -> Any:
     return type(error).__name__, str(error), steps, whole
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("protect", "error"),
     [
@@ -390,7 +393,7 @@ def test_no_checkpoint_is_made_of_ranks_that_were_never_reduced(tmp_path: Path) 
     assert not [*tmp_path.glob("run/update-*")]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["auto", "explicit", "fsdp"])
 def test_where_the_raw_module_is_what_is_reduced_it_makes_no_difference(way: Way) -> None:
     """Without hooks of a wrapper the closure's module is the model itself: the closed form, and no error."""
@@ -452,7 +455,7 @@ def disagree(way: Way, policy: str, update: int, directory: Path | None = None, 
     return None, "", steps
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @each_replica
 @pytest.mark.parametrize("policy", ["skip", "scaling"])
 @pytest.mark.parametrize("update", [2, 4])
@@ -508,7 +511,7 @@ def spoil_a_shard(policy: str) -> Any:
     return kind, message.partition(" (")[0], steps
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "scaling", "raise"])
 def test_a_sharded_model_has_one_norm_for_all_ranks(policy: str) -> None:
     """A shard that is not finite makes the reduced norm so: all ranks judge alike, and there is nothing to disagree on."""

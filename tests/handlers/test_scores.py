@@ -62,6 +62,7 @@ def _noting(calls: list[Any], what: Any) -> Callable[[], None]:
     return lambda: calls.append(what)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", [Events.ITERATION_COMPLETED, Events.ITERATION_COMPLETED(every=1)], ids=["plain", "filtered"])
 def test_the_stages_do_not_depend_on_the_order_of_attaching(event: Any) -> None:
     """Two handlers of each stage, in each of 40 random orders; within a stage the order is the documented one."""
@@ -476,6 +477,7 @@ def _real_scores_on_this_rank() -> tuple[int, Any]:
     return trainer.run(cuts.shard([[4] * 6, [4] * 6]), max_iters=6).iteration, stopping.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [_local_scores_on_this_rank, _real_scores_on_this_rank], ids=["local", "real"])
 def test_all_ranks_react_alike(way: Callable[[], Any]) -> None:
     """Both ranks end after the third update with the same rate and state, also where a metric was not reduced."""

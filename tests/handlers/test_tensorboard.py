@@ -29,7 +29,7 @@ from torch.utils.tensorboard.summary import text
 import cuts
 from ignite_train import Evaluator, ForwardOutput, Trainer, TrainEvents, UpdateOptions, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint, TensorBoard, TrainingMetrics, Validation
-from ignite_train.kinds_of_handlers.event_file import EventFile
+from ignite_train.kinds_of_handlers.event_file import EventFile, is_finished
 from ignite_train.metrics import TIMED_METRICS
 from ranks import run_ranks
 
@@ -529,6 +529,18 @@ def test_a_run_from_the_beginning_moves_those_before_it(monkeypatch: pytest.Monk
     assert points(tmp_path / "old.2") == [(1, 1.25)]
     assert points(tmp_path) == [(1, 1.5), (2, 2.5)]
     assert foreign.exists()
+
+
+def test_a_file_of_another_writer_may_have_the_name_of_one_elsewhere(tmp_path: Path) -> None:
+    """Both count their files, so in one second two directories may have files of one name; it is not moved."""
+    ours = EventFile(tmp_path / "ours", hidden_from=1)
+    (name,) = [path.name for path in (tmp_path / "ours").iterdir()]
+    ours.add_numbers({"loss": 1.0}, 1)
+    foreign = tmp_path / "other" / name
+    foreign.parent.mkdir()
+    foreign.write_bytes((tmp_path / "ours" / name).read_bytes())
+    assert is_finished(tmp_path / "ours" / name)
+    assert not is_finished(foreign)
 
 
 def test_a_state_that_is_loaded_after_a_run_hides_what_came_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -183,6 +183,7 @@ def look_on_ranks() -> list[tuple[int | None, int | None]]:
     return places
 
 
+@pytest.mark.slow
 def test_a_placeholder_has_no_place_in_the_group() -> None:
     """Its index is None, so that a forward which caches by index can tell."""
     both = [(0, 2), (1, 2)]

@@ -97,6 +97,7 @@ def _uneven_on_this_rank() -> tuple[int, int]:
     return trainer.total_updates(shard, max_epochs=2), trainer.run(shard, max_epochs=2).iteration + 0 * idist.get_rank()
 
 
+@pytest.mark.slow
 def test_total_updates_of_uneven_ranks() -> None:
     """The longest share counts, on both ranks."""
     assert run_ranks(_uneven_on_this_rank) == [(8, 8), (8, 8)]

@@ -32,6 +32,7 @@ def script(name: str) -> Any:
     return importlib.import_module(name)
 
 
+@pytest.mark.slow
 def test_what_scripts_ask_of_cuda_exists() -> None:
     """Each name of `torch.cuda` and `torch.profiler` in them: a mistake there would show on the GPU only."""
     names = set()

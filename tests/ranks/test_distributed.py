@@ -180,7 +180,7 @@ def chosen(kind: str) -> str:
     return type(trainer.process.gather.crossing).__name__  # type: ignore[attr-defined]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["large", "with buffers", "with ignored parameters", "with a hook", "with a static graph", "small"]
 )
@@ -211,6 +211,7 @@ def hook_after_all() -> None:
         trainer.run(cuts.shard([[8] * 2, [8] * 2]), max_epochs=2)
 
 
+@pytest.mark.slow
 def test_a_hook_that_would_be_left_out_is_an_error() -> None:
     """Nobody's compression is silently without effect."""
     run_ranks(hook_after_all)
@@ -231,6 +232,7 @@ def different_names() -> list[dict[str, float]]:
     return logs
 
 
+@pytest.mark.slow
 def test_ranks_may_log_different_names() -> None:
     """A name that only some ranks log, or only from some update on, is summed over those that do; nobody hangs."""
     first, second = run_ranks(different_names)
@@ -269,7 +271,7 @@ def nan_on_rank_one(site: str, on_nonfinite: str, scaling: bool) -> dict[str, An
     return {"seen": seen, "after": after, "final": flat(model), "scale": policy.scale if policy else None}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("site", ["loss", "gradient"])
 @pytest.mark.parametrize("policy", ["raise", "skip", "scaling"])
 def test_a_nan_on_one_rank_is_judged_alike_on_both(site: str, policy: str) -> None:
@@ -297,6 +299,7 @@ def no_samples_anywhere() -> tuple[Any, ...]:
     return parameters, trainer.state.num_steps, trainer.state.num_skipped
 
 
+@pytest.mark.slow
 def test_an_update_without_samples_moves_nothing_on_any_rank() -> None:
     """Σ sample_size = 0 over all ranks is a skip, not a division by zero and not a step of momentum alone."""
     first, second = run_ranks(no_samples_anywhere)
@@ -357,6 +360,7 @@ def without_data_anywhere(sized: bool) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
 def test_no_data_on_any_rank_is_an_error_on_both(sized: bool) -> None:
     """An epoch without an update would be repeated for ever."""
@@ -376,6 +380,7 @@ def lying_loader() -> int:
     return trainer.state.num_steps
 
 
+@pytest.mark.slow
 def test_a_loader_shorter_than_its_length_hangs_nobody() -> None:
     """Ranks that agreed on five updates and find data for three skip the rest and say why."""
     assert run_ranks(lying_loader) == [3, 3]
@@ -548,6 +553,7 @@ def fail() -> None:
     raise RuntimeError(f"boom on {idist.get_rank()}")
 
 
+@pytest.mark.slow
 def test_the_harness_itself_notices_hangs_and_failures() -> None:
     """A rank that waits for ever is reported at the deadline, one that raises with its traceback."""
     with pytest.raises(RanksFailedError, match="rank 1: "):

@@ -278,6 +278,7 @@ def test_a_replica_that_comes_after_a_request_to_stop_ends_with_the_state_of_the
             assert torch.equal(of_one, of_others)
 
 
+@pytest.mark.slow
 def test_a_group_that_is_never_formed_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a member that was suspended while the others connected to it: torch would wait for ever."""
     process_group = pytest.importorskip("torchft.process_group", reason="elastic replicas need the extra ignite_train[elastic]")

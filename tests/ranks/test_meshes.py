@@ -133,6 +133,7 @@ def _unlike(odd_rank: int) -> tuple[int, ...]:
     return ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "group"), [(3, (2, 3)), (0, (0, 1))])
 def test_different_micro_batches_within_a_group_are_named(four: Ranks, rank: int, group: tuple[int, ...]) -> None:
     assert four.run(_unlike, rank) == [group] * 4
@@ -155,6 +156,7 @@ def _with_nan(name: str, rank: int) -> list[tuple[bool, str | None]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rank"), [("TP2 x DP2", 1), slow("TP2 x FSDP2", 0), nightly("EP2 x DP2", 2)])
 def test_what_is_not_finite_is_skipped_on_all_ranks(four: Ranks, name: str, rank: int) -> None:
     assert four.run(_with_nan, name, rank) == [[(True, None), (False, "nonfinite"), (True, None)]] * 4

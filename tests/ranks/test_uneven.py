@@ -162,7 +162,7 @@ def draw_after(forwards: int) -> float:
         return float(torch.rand(forwards + 1)[-1])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @LOADERS
 @pytest.mark.parametrize("way", [*WAYS, "fsdp"])
 @pytest.mark.parametrize("accumulation_steps", only([2], [1, 2, 3]))
@@ -191,7 +191,7 @@ def train_in_step(accumulation_steps: int, way: str, sized: bool) -> dict[str, A
     return train((3, 2), way, sized, accumulation_steps=accumulation_steps, uneven="replay")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @LOADERS
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("counts", "accumulation_steps"), [((3, 2), 1), ((4, 3), 2), ((2, 5), 3)])
@@ -259,6 +259,7 @@ def first_update_without_any(way: str) -> tuple[int, int]:
     return trainer.state.num_steps, trainer.state.num_skipped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [*WAYS, "fsdp"])
 def test_no_micro_batch_anywhere_hangs_no_rank(way: str) -> None:
     """Updates are skipped as long as no rank has had a micro-batch that could be a placeholder."""
@@ -324,6 +325,7 @@ def unused_beside_a_placeholder(way: str) -> list[list[float]]:
     return [*weights, numbers(model.always)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [*WAYS, "auto"])
 def test_a_placeholder_gives_no_gradient_to_what_no_micro_batch_used(way: str) -> None:
     """A gradient of zeros would let moments and weight decay move the parameters; None does not, as in one process."""
@@ -443,7 +445,7 @@ def found_in_step(way: str, policy: str) -> tuple[str, list[int]]:
     return str(caught.value), [forwards[0], int(model.calls)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("policy", ["replay", "shortest"])
 def test_a_value_that_is_not_finite_is_found_in_step(policy: str, way: str) -> None:
@@ -510,17 +512,20 @@ def test_synchronised_norms_with_unequal_lengths_are_refused(fewest: int) -> Non
     assert "\n" not in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "steps"), [("replay", 6), ("shortest", 4)])
 def test_synchronised_norms_with_a_policy_are_taken(policy: str, steps: int) -> None:
     """Ranks that stay in step are refused nothing."""
     assert [result[0] for result in run_ranks(synchronised, policy, (3, 2), True)] == [steps] * 2
 
 
+@pytest.mark.slow
 def test_synchronised_norms_with_equal_lengths_are_taken() -> None:
     """By default, too."""
     assert [result[0] for result in run_ranks(synchronised, "all", (3, 3), True)] == [6] * 2
 
 
+@pytest.mark.slow
 def test_synchronised_norms_without_lengths_are_warned_about() -> None:
     """Once in a run, on rank 0."""
     first, second = run_ranks(synchronised, "all", (3, 3), False)
@@ -565,7 +570,7 @@ def collectives(policy: str, sized: bool, accumulation_steps: int) -> list[int]:
     return [after - before for before, after in pairwise(counts)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "sized", "accumulation_steps", "expected"),
     [

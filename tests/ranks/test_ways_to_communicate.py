@@ -269,6 +269,7 @@ def _by_hand(way: str) -> list[list[float]]:
     return [parameter.flatten().tolist() for parameter in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     ["powerSGD", slow("allreduce"), slow("fp16_compress"), slow("bf16_compress"), slow("static_graph")],

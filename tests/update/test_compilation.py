@@ -100,6 +100,7 @@ def test_it_is_compiled_once_for_training_and_once_for_evaluation():
     assert backend.graphs == 2
 
 
+@pytest.mark.slow
 def test_a_smaller_last_micro_batch_is_compiled_for_once():
     """A micro-batch of another size costs one more graph, which serves for each further size."""
     backend = compiling.CountingBackend()

@@ -294,6 +294,7 @@ def seen_by_handlers(shards: list[list[int]]) -> list[tuple[int, float, float, s
     return seen
 
 
+@pytest.mark.slow
 def test_the_loss_and_the_size_of_the_running_update_are_known() -> None:
     """Over all micro-batches and ranks, as in the record that the update leaves."""
     alone = seen_by_handlers([[40, 24]])

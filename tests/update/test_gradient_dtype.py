@@ -124,6 +124,7 @@ def refused(way: str) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_wrappers_of_torch_that_cannot_are_refused() -> None:
     """Both fail in the first backward, DistributedDataParallel with `Expected BFloat16, got Float`."""
     assert all("pass the module inside" in message for message in run_ranks(refused, "ddp"))

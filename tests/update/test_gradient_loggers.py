@@ -68,6 +68,7 @@ def test_the_norms_are_those_of_the_mean_gradient(max_grad_norm):
         assert value == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_ranks_log_the_gradient_of_all():
     """On two ranks with unequal data both log the same curve, that of the reduced mean."""
     first, second = run_ranks(curves, None)

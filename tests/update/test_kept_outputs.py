@@ -88,6 +88,7 @@ def of_ranks() -> tuple[Any, Any]:
     return uneven, [indices for indices, _ in numbers(outputs(gathered=True))]
 
 
+@pytest.mark.slow
 def test_all_ranks_may_read_those_of_all() -> None:
     """Rank by rank, also where one has none."""
     expected = [([3, 5], [4.0, 6.0]), ([0], [1.0])]

@@ -193,7 +193,7 @@ def log_on_ranks(way: str) -> tuple[list[tuple[float, float]], float, list[int]]
     return kept, create_evaluator(wrapped, weighted).run(data).metrics["weight"], counted
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "explicit"])
 def test_ranks_add_up_both(way: str) -> None:
     """A rank that has no such log, or no data, adds nothing. Once its name is known a log costs no collective of its own."""
@@ -236,6 +236,7 @@ def mixed_on_ranks() -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_ranks_that_disagree_are_told_alike() -> None:
     """Each of them raises the same error."""
     zero, one = run_ranks(mixed_on_ranks)

@@ -172,6 +172,7 @@ def in_order() -> list[list[str]]:
     return seen
 
 
+@pytest.mark.slow
 def test_the_whole_group_is_counted_before_its_first_forward() -> None:
     """In one small collective more than an update with one loss has."""
     for happened, with_terms, _, without in run_ranks(in_order):
@@ -274,6 +275,7 @@ def empty_at_first() -> list[float]:
     return weights_of(model)
 
 
+@pytest.mark.slow
 def test_the_first_group_may_be_empty_on_all_ranks() -> None:
     """The names are agreed on with the first that is not, of which one rank has all."""
     model, trainer = make()

@@ -347,6 +347,7 @@ def _gan_session(directory: Path, *, killed_after: int | None = None) -> tuple[A
     return (gan.contents(), bit_by_bit([d.state_dict(), g.state_dict()])), first
 
 
+@pytest.mark.slow
 def test_sessions_that_share_a_checkpoint_resume_bitwise(tmp_path: Path) -> None:
     """Attached to the trainer that ends a round, one checkpoint holds both; the loop continues at its counter."""
     torch.manual_seed(7)
@@ -496,6 +497,7 @@ def stop_on_one_rank() -> tuple[int, list[str]]:
     return state.iteration, fired[-2:]
 
 
+@pytest.mark.slow
 def test_a_stop_of_one_rank_ends_the_loops_of_all() -> None:
     """After the same update, with the closing events."""
     assert run_ranks(stop_on_one_rank) == [(2, ["TERMINATE", "COMPLETED"])] * 2

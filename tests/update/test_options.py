@@ -95,6 +95,7 @@ def test_the_sum_of_the_gradients(max_norm):
     check_sum(along_the_sum([[5, 3, 4, 4]], 2, "auto", max_norm, 8.0), [8, 8], max_norm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "explicit"])
 def test_the_sum_over_ranks(way):
     """On two ranks, whose hooks may average, it is still the sum over both."""

@@ -231,6 +231,7 @@ def without_data(uneven: str) -> list[Any]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uneven", ["all", "replay"])
 def test_a_rank_without_data(uneven):
     """It has the loss of all ranks and no micro-batch; a placeholder is none either."""
@@ -345,6 +346,7 @@ def with_ignites_checkpoint(create: Any, directory: Path, *, stop_at: int | None
     return losses
 
 
+@pytest.mark.slow
 def test_deterministic_resumes_from_ignites_checkpoint(tmp_path: Path) -> None:
     """At the end of an epoch, with the same batches and dropout as without a break, and as the same script with Ignite."""
     losses = {}
@@ -356,6 +358,7 @@ def test_deterministic_resumes_from_ignites_checkpoint(tmp_path: Path) -> None:
     assert losses["ours"] == pytest.approx(losses["stock"], rel=1e-12)  # the mean is taken in another order
 
 
+@pytest.mark.slow
 def test_deterministic_has_the_same_batches_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     """What forward draws differs there, until the next epoch."""
     for dropout in (0.0, 0.5):
@@ -365,6 +368,7 @@ def test_deterministic_has_the_same_batches_in_the_middle_of_an_epoch(tmp_path: 
         assert (resumed == whole[8:]) == (dropout == 0.0)
 
 
+@pytest.mark.slow
 def test_deterministic_leaves_the_generators_alone_beside_our_checkpoint(tmp_path: Path) -> None:
     """A run that resumes in the middle of an epoch has the bits of one without a break, whatever the second start seeds."""
 

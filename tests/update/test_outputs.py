@@ -166,7 +166,7 @@ def evaluate_unevenly(way: str, sizes: list[list[int]]) -> tuple[float, float, i
     return metrics["accuracy"], metrics["correct"], len(iterations), calls
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[[5, 2, 3], [4]], [[], [4, 2]]], ids=["fewer", "without data"])
 @pytest.mark.parametrize("way", ["all", "replay", "fsdp"])
 def test_placeholders_of_uneven_ranks_are_left_out(way: str, sizes: list[list[int]]) -> None:

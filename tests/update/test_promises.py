@@ -65,6 +65,7 @@ def trained(name: str, way: str, poisoned: bool) -> tuple[list[float], list[Any]
     return flat(program.model), [tuple(record) for record in records], stayed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("poisoned", [False, True], ids=["clean", "poisoned"])
 @held
 def test_it_is_the_loop_by_hand_with_one_decision(ranks: Ranks, name: str, way: str, poisoned: bool) -> None:
@@ -116,6 +117,7 @@ def counted(name: str, way: str) -> list[str]:
     return [one.name for one in names[0].collectives]
 
 
+@pytest.mark.slow
 @held
 def test_an_update_has_one_reduction(ranks: Ranks, name: str, way: str) -> None:
     """Its collectives are those of the same update without the mechanism, and what the documents say it costs beside them."""

@@ -395,6 +395,7 @@ def test_a_crossing_with_a_context_allows_no_recovery() -> None:
     assert [kind.__name__ for kind in with_context if kind.may_drop_micro_batches] == []
 
 
+@pytest.mark.slow
 def test_without_the_refusal_the_others_wait() -> None:
     """Why it is refused: rank 1 drops its micro-batch, and the ranks wait for one another in different collectives."""
     with pytest.raises(RanksFailedError):
@@ -419,6 +420,7 @@ def always_out_of_memory(give_up_after: int) -> tuple[int, int]:
     return caught.value.update, trainer.state.num_steps
 
 
+@pytest.mark.slow
 def test_running_out_again_and_again_ends_all_ranks() -> None:
     """The third update in a row that lost a micro-batch on one rank ends both, before its step."""
     assert run_ranks(always_out_of_memory, 3) == [(4, 3)] * 2
@@ -653,6 +655,7 @@ def skip_for_ever() -> tuple[int, int, int]:
     return caught.value.update, caught.value.in_a_row, trainer.state.num_steps
 
 
+@pytest.mark.slow
 def test_skipping_gives_up_on_all_ranks() -> None:
     """Two updates in a row that are not finite are survived, the third in a row ends both ranks in the same update."""
     assert run_ranks(skip_for_ever) == [(7, 3, 2)] * 2
@@ -717,7 +720,7 @@ def uneven(policy: str, way: str, sized: bool) -> Any:
     return sizes
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("policy", ["all", "shortest", "error"])
@@ -797,6 +800,7 @@ def wrong_sharding() -> None:
         )
 
 
+@pytest.mark.slow
 def test_models_that_are_partly_sharded_are_refused() -> None:
     """A parameter outside of fully_shard would not cross the ranks."""
     assert run_ranks(wrong_sharding) == [None, None]

@@ -407,6 +407,7 @@ def test_a_checkpoint_of_one_is_not_that_of_several(tmp_path: Path) -> None:
         saved_run(tmp_path, 4)
 
 
+@pytest.mark.slow
 def test_a_list_has_numbers_for_names(tmp_path: Path) -> None:
     """And so it resumes; a list of one is a list."""
     states = []
@@ -515,6 +516,7 @@ def test_each_has_modes_of_its_own() -> None:
     assert seen == [("train", "train"), ("eval", "eval")] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["first", "second"])
 def test_a_group_added_to_any_is_trained_and_resumed(name: str, tmp_path: Path) -> None:
     """The last layer joins one of them; its steps are those of a plain optimizer, and a checkpoint brings its moments back."""

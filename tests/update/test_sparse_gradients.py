@@ -292,6 +292,7 @@ def test_handlers_see_sparse_gradients() -> None:
     assert torch.allclose(seen[0][1], dense.table.weight.grad, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     """The moments of SparseAdam are in the checkpoint."""
 

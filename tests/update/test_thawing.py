@@ -86,7 +86,7 @@ def train(plan: Plan, bucketed: bool) -> dict[str, list[float]]:
     return {key: parameter.tolist() for key, parameter in model.items()}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("bucketed", [False, True], ids=["beside the statistics", "in buckets"])
 @pytest.mark.parametrize("name", PLANS)
 def test_what_is_trainable_may_change_in_a_run(name: str, bucketed: bool) -> None:
