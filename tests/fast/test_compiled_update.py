@@ -49,7 +49,7 @@ from update_options import with_options
 
 Batch = tuple[Tensor, Tensor]
 
-pytestmark = compiling.ALONE
+pytestmark = [*compiling.ALONE, accelerated]
 
 
 class Net(nn.Module):
@@ -1175,7 +1175,6 @@ OBSTACLES: dict[str, tuple[dict[str, Any], Callable[[Setup], None] | None, str]]
 }
 
 
-@accelerated
 @pytest.mark.parametrize("name", only(["gradients-ready", "out-of-memory"], OBSTACLES))
 def test_what_cannot_be_a_graph_is_said_once(caplog, bits, name):
     """Updates are those of compile=True, bit by bit, and the log has the reason once."""
@@ -1220,7 +1219,6 @@ def test_updates_with_and_without_a_graph_follow_each_other(caplog):
 
 
 @pytest.mark.slow
-@accelerated
 def test_where_torch_compiles_nothing_for_a_while_later_updates_are_graphs(caplog):
     """As under another stance, or in a mode of the dispatcher."""
     setups = [make(way) for way in (True, False)]

@@ -7,6 +7,7 @@ import pytest
 from compiling import lets_torch_read_grad
 from random_cases import difference_of_graphs, failures
 from ranks import run_ranks
+from tiers import accelerated
 
 # torch says so whenever its own optimizers make a sparse tensor
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
@@ -22,6 +23,7 @@ def test_some_programs_on_one_rank():
     assert failures(range(150), world_size=1) == []
 
 
+@accelerated
 @pytest.mark.slow
 @lets_torch_read_grad
 def test_some_programs_with_compiled_updates(caplog):
@@ -66,6 +68,7 @@ def test_many_programs_on_one_rank(start):
     assert failures(range(start, start + 100), world_size=1) == []
 
 
+@accelerated
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @lets_torch_read_grad
