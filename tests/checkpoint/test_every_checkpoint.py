@@ -401,7 +401,7 @@ def test_goes_on_from_whatever_asked_for_a_checkpoint(name: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", one_in(2, LOADERS_OF_RANKS))
+@pytest.mark.parametrize("kind", LOADERS_OF_RANKS)
 def test_goes_on_with_two_ranks(kind: str, tmp_path: Path) -> None:
     """Each rank finds its own place and its own generators again, also where one has less data than the other."""
     run_ranks(check, kind, "every update and epoch", tmp_path, 2)

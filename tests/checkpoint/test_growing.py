@@ -16,7 +16,6 @@ from ignite_train import CheckpointError, ForwardOutput, Trainer, create_trainer
 from ignite_train.checkpoint import read_checkpoint
 from ignite_train.handlers import Checkpoint, LearningRateSchedule
 from small_checkpoints import taken_apart
-from tiers import slow
 
 X = torch.linspace(-1, 1, 96).reshape(12, 8).cos()
 LOADER = [X[i : i + 3] for i in range(0, 12, 3)]  # four updates to an epoch
@@ -53,7 +52,7 @@ def script(directory: Path, limit: int, *, adds_first: bool = False, seed: int =
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adds_first", [False, True], ids=["same script", "adds it first"])
-@pytest.mark.parametrize("update", [slow(3), 4, 6, slow(8), 10])
+@pytest.mark.parametrize("update", [3, 4, 6, 8, 10])
 def test_a_group_that_was_added_in_the_run_comes_back(update: int, adds_first: bool, tmp_path: Path) -> None:
     """Before the event, in the middle of its epoch and after it, the run ends with the bits of one without interruption."""
     _, whole = script(tmp_path / "whole", 12)
@@ -80,7 +79,7 @@ class Outer(torch.optim.Optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("update", [4, slow(6)])
+@pytest.mark.parametrize("update", [4, 6])
 def test_a_group_that_was_added_to_an_optimizer_inside_comes_back(update: int, tmp_path: Path) -> None:
     """It is a group of both optimizers, and both states fit when it is there again."""
 

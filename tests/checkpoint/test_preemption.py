@@ -14,7 +14,7 @@ import pytest
 from ignite_train.checkpoint.manifest import is_checkpoint_name
 from killing import Job, Life, Reference, Stop, committed, compare_ends, done, history, stored, until
 from processes import DEADLINE_SECONDS
-from tiers import nightly, one_in, only, slow
+from tiers import nightly
 
 pytestmark = pytest.mark.timeout(6 * DEADLINE_SECONDS)
 
@@ -55,13 +55,13 @@ def assert_as_expected(job: Job, expected: Reference) -> None:
     ("stop", "number", "to"),
     [
         (Stop(0, "training", 3), SIGTERM, 0),
-        slow(Stop(0, "training", 6), SIGUSR1, 1),
+        (Stop(0, "training", 6), SIGUSR1, 1),
         nightly(Stop(1, "training", 4), SIGTERM, 1),
         nightly(Stop(0, "validation", 2), SIGTERM, 1),
         (Stop(0, "validation", 5), SIGUSR1, 0),
-        slow(Stop(0, "save", 21), SIGTERM, 0),
+        (Stop(0, "save", 21), SIGTERM, 0),
         nightly(Stop(1, "save", 9), SIGUSR1, 1),
-        slow(Stop(0, "prune", 2), SIGTERM, 1),
+        (Stop(0, "prune", 2), SIGTERM, 1),
     ],
     ids=lambda value: f"{value.phase} of rank {value.rank}" if isinstance(value, Stop) else str(value),
 )
@@ -92,7 +92,7 @@ def test_a_signal_ends_a_job_with_a_checkpoint(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", one_in(3, [(0, 1), (0,), (1,)]))
+@pytest.mark.parametrize("to", [(0, 1), (0,), (1,)])
 def test_a_rank_that_is_stuck_leaves_the_checkpoint_as_it_was(
     tmp_path: Path, reference: References, to: tuple[int, ...]
 ) -> None:
@@ -120,7 +120,7 @@ def test_a_rank_that_is_stuck_leaves_the_checkpoint_as_it_was(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", only([2], [1, 2]))
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_finished_run_started_again_does_nothing_and_says_so(tmp_path: Path, reference: References, world_size: int) -> None:
     """Raising the limit continues it; lowering it is an error that names both numbers, on every rank."""
     job = Job(tmp_path, world_size, epochs=1)

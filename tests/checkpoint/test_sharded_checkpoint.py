@@ -24,7 +24,7 @@ from ignite_train.handlers import Checkpoint
 from log_messages import messages_from_here
 from ranks import run_ranks
 from small_checkpoints import taken_apart
-from tiers import nightly, slow
+from tiers import nightly
 
 
 class InjectedError(Exception):
@@ -142,7 +142,7 @@ def test_resumes_in_the_middle_of_an_epoch(way: str, world_size: int, stop: int,
     nightly("none", 1, "fsdp", 2),
     ("fsdp", 2, "fsdp", 3),
     nightly("fsdp", 3, "ddp", 2),
-    slow("hsdp", 4, "none", 1),
+    ("hsdp", 4, "none", 1),
     nightly("ddp", 2, "hsdp", 4),
 ])  # fmt: skip
 def test_any_sharding_reads_any_other(first: str, ranks: int, second: str, others: int, tmp_path: Path) -> None:

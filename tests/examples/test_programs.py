@@ -20,7 +20,6 @@ from ignite_train import UpdateOptions, create_trainer
 from ignite_train.handlers import SeveralGradients
 from processes import DEADLINE_SECONDS, Processes, forked
 from ranks import run_ranks
-from tiers import slow
 
 PROGRAMS = Path(__file__).parents[2] / "docs/programs.md"
 CUTS = ([48], [20, 28], [1, 40, 0, 7])  # micro-batches of 48 samples
@@ -146,7 +145,7 @@ def test_gradnorm_is_the_loop_by_hand() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shards", [[[20, 28], []], slow([[1, 3], [40], [0, 4]])], ids=str)
+@pytest.mark.parametrize("shards", [[[20, 28], []], [[1, 3], [40], [0, 4]]], ids=str)
 def test_gradnorm_on_ranks_is_the_loop_by_hand(shards: list[list[int]]) -> None:
     for found in run_ranks(gradnorm, shards, world_size=len(shards)):
         assert found == pytest.approx(gradnorm_by_hand(), rel=1e-11)
@@ -216,7 +215,7 @@ def rounds(directory: Path, killed_at: int | None = None, style: str = "none") -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("places", [(6, 11), slow((9, 15)), slow((13, 14))], ids=str)
+@pytest.mark.parametrize("places", [(6, 11), (9, 15), (13, 14)], ids=str)
 def test_rounds_that_are_killed_twice_end_bitwise_the_same(
     places: tuple[int, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

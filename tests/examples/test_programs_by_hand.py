@@ -28,7 +28,7 @@ from ignite_train.handlers import Checkpoint
 from processes import DEADLINE_SECONDS
 from programs_by_hand import BY_HAND, ByHand, clip_uncut, uncut
 from ranks import RanksFailedError, run_ranks
-from tiers import half_nightly, nightly, slow
+from tiers import nightly, slow
 
 FOLDER = Path(__file__).parents[2] / "examples/programs"
 PAGE = FOLDER.parent.parent / "docs/programs.md"
@@ -160,7 +160,7 @@ def test_a_program_is_the_loop_by_hand(name: str) -> None:
 
 
 @pytest.mark.sampled(0, slow=6)
-@pytest.mark.parametrize("name", half_nightly(SCRIPTS))
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_program_is_the_loop_by_hand_on_two_ranks(name: str) -> None:
     """Two ranks that share the micro-batches of each group end where one process does."""
     number = UPDATES.get(name, 18)
@@ -256,7 +256,7 @@ def check_resumed(whole: Any, resumed: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name if name in ("reinforce", "muon_adamw", *ROUNDS) else slow(name) for name in SCRIPTS])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_program_that_failed_resumes_bitwise(name: str, tmp_path: Path) -> None:
     """With a `Checkpoint` on its trainer, or on the one that ends a round, and the other trainer in `to_save`."""
     check_resumed(*saved_twice(name, tmp_path))
@@ -318,8 +318,8 @@ def test_a_program_that_is_killed_twice_resumes_bitwise(name: str, ranks: int, t
         assert rest == numbers[-len(rest) :]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", half_nightly(SCRIPTS))
+@pytest.mark.sampled(0, slow=11)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_program_runs_as_it_is_started(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     """`python examples/programs/NAME.py` trains and says how it went."""
     torch.set_default_dtype(torch.float32)

@@ -23,7 +23,6 @@ from ignite_train import (
     create_trainer,
 )
 from ranks import run_ranks
-from tiers import only
 from update_options import with_options
 
 Batch = tuple[Tensor, Tensor]
@@ -92,7 +91,7 @@ def gradients_while_it_trains(setup: Setup, data: list[Batch]) -> list[Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", only([3], [1, 3]))
+@pytest.mark.parametrize("steps", [1, 3])
 def test_the_gradients_are_the_same(steps):
     """After each micro-batch, alone, added to what is there, and in a last group that is smaller; traced once for each way."""
     plain, traced = (

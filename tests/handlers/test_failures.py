@@ -41,7 +41,7 @@ from ignite_train.ranks import collectives, whereabouts
 from ignite_train.ranks.sealed_messages import SealedMessages
 from ignite_train.ranks.whereabouts import find_whereabouts
 from processes import DEADLINE_SECONDS, Processes, forked
-from tiers import nightly, slow
+from tiers import nightly
 from update_options import with_options
 
 
@@ -441,7 +441,7 @@ def send_to_a_rank_that_dies(board: Board, dying: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dying", "tcp"), [(0, True), (1, True), slow(1, False)], ids=["the host", "of a host", "of a file"])
+@pytest.mark.parametrize(("dying", "tcp"), [(0, True), (1, True), (1, False)], ids=["the host", "of a host", "of a file"])
 def test_a_sender_whose_peer_is_killed_does_not_wait_for_gloo(tmp_path: Path, dying: int, tcp: bool) -> None:
     """It ends in time, though nobody raises, and names the rank; also if that held the store."""
     with Group(tmp_path, send_to_a_rank_that_dies, dying, tcp=tcp) as group:

@@ -155,9 +155,9 @@ def _flip(name: str, parameter: str, rank: int) -> tuple[tuple[str, ...], tuple[
     ("name", "parameter"),
     [
         ("TP2 x DP2", "up.weight"),
-        slow("TP2 x DP2", "norm.weight"),
+        ("TP2 x DP2", "norm.weight"),
         ("TP2 x FSDP2", "norm.weight"),
-        slow("SP2 x DP2", "norm.bias"),
+        ("SP2 x DP2", "norm.bias"),
     ],
 )
 def test_a_copy_that_differs_is_named(four: Ranks, name: str, parameter: str) -> None:

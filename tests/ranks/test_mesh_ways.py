@@ -21,7 +21,7 @@ from ignite_train import ForwardOutput
 from ignite_train.handlers import GradientMonitor, TrainingMetrics
 from meshes import LAYOUTS, Layout
 from ranks import Ranks
-from tiers import nightly, only
+from tiers import nightly
 
 STEPS = 3
 
@@ -246,7 +246,7 @@ SUMS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("logs", [False, nightly(True)])
-@pytest.mark.parametrize("name", only(["TP2 x FSDP2", "TP2 x DP2"], LAYOUTS))
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_an_update_has_one_small_collective(four: Ranks, name: str, logs: bool) -> None:
     """Beside the buckets of gradients, however much is logged."""
     for found in four.run(_collectives, name, 2, logs):

@@ -20,7 +20,7 @@ import meshes
 from ignite_train import ResumableLoader, ShardedSampler, TokenBudgetSampler, UnlikeMicroBatchesError
 from meshes import LAYOUTS, LIMIT
 from ranks import Ranks
-from tiers import nightly, slow
+from tiers import nightly
 
 TOLERANCE = 1e-12
 CASES = [*product(LAYOUTS, meshes.OPTIMIZERS, (1, 3), ("ragged", "missing"), (LIMIT, None))]
@@ -157,7 +157,7 @@ def _with_nan(name: str, rank: int) -> list[tuple[bool, str | None]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rank"), [("TP2 x DP2", 1), slow("TP2 x FSDP2", 0), nightly("EP2 x DP2", 2)])
+@pytest.mark.parametrize(("name", "rank"), [("TP2 x DP2", 1), ("TP2 x FSDP2", 0), nightly("EP2 x DP2", 2)])
 def test_what_is_not_finite_is_skipped_on_all_ranks(four: Ranks, name: str, rank: int) -> None:
     assert four.run(_with_nan, name, rank) == [[(True, None), (False, "nonfinite"), (True, None)]] * 4
 

@@ -272,7 +272,7 @@ def _by_hand(way: str) -> list[list[float]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
-    ["powerSGD", slow("allreduce"), slow("fp16_compress"), slow("bf16_compress"), slow("static_graph")],
+    ["powerSGD", "allreduce", "fp16_compress", "bf16_compress", "static_graph"],
 )
 def test_ways_of_ddp_make_the_update_of_the_loop_by_hand(two: Ranks, way: str) -> None:
     """Bit by bit, with the errors of a compression, which PowerSGD carries from update to update."""

@@ -33,8 +33,3 @@ def only(fast: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
     """The cases of one parameter, for `parametrize`: these stay, the others are slow."""
     kept = list(fast)
     return [case if case in kept else slow(case) for case in cases]
-
-
-def half_nightly(cases: Iterable[Any]) -> list[Any]:
-    """The cases of one parameter, for `parametrize`: each second one is left to `make nightly`."""
-    return [case if index % 2 == 0 else nightly(case) for index, case in enumerate(cases)]

@@ -24,7 +24,7 @@ from ignite_train import (
 )
 from ignite_train.fast.choose import settings_of_graphs
 from ranks import run_ranks
-from tiers import nightly, slow
+from tiers import nightly
 from update_options import with_options
 
 Batch = tuple[Tensor, Tensor]
@@ -271,7 +271,7 @@ def train_both_ways(wrapping: str) -> list[tuple[list[float], list[int]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrapping", ["plain", slow("ddp"), nightly("fsdp")])
+@pytest.mark.parametrize("wrapping", ["plain", "ddp", nightly("fsdp")])
 def test_equal_blocks_are_compiled_once(wrapping):
     """One graph for all of them in training and one in evaluation, and the same losses, bit by bit."""
     ranks = [train_both_ways("plain")] if wrapping == "plain" else run_ranks(train_both_ways, wrapping)

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ignite_train import ForwardOutput, Trainer, TrainEvents, UpdateOptions, create_trainer
 from ignite_train.ranks import replicas
 from ranks import run_ranks
-from tiers import slow
 
 VALUES = [[256.0, 1.0, 1.0], [1.0, 1.0, 254.0]]  # of two ranks; in bfloat16 256 + 1 is 256
 
@@ -92,12 +91,12 @@ def in_wrapper(way: str, dtype: str, world_size: int) -> list[Any]:
     ("way", "dtype", "world_size"),
     [
         ("explicit", "bfloat16", 3),
-        slow("explicit, fused", "bfloat16", 2),
-        slow("small ddp", "bfloat16", 2),
-        slow("mesh", "bfloat16", 2),
-        slow("fsdp", "bfloat16", 3),
+        ("explicit, fused", "bfloat16", 2),
+        ("small ddp", "bfloat16", 2),
+        ("mesh", "bfloat16", 2),
+        ("fsdp", "bfloat16", 3),
         ("fsdp", "float32", 2),
-        slow("fsdp", "float32", 3),
+        ("fsdp", "float32", 3),
     ],
 )
 def test_each_way_accumulates_in_float32(way: str, dtype: str, world_size: int) -> None:

@@ -28,7 +28,7 @@ from ignite_train import (
 )
 from ignite_train.handlers import LearningRateSchedule, ModelEMA, MomentumTeacher, TrainingMetrics
 from ranks import run_ranks
-from tiers import nightly, slow
+from tiers import nightly
 
 NUM_EPOCHS = 3
 MAX_NORM = 0.5
@@ -131,7 +131,7 @@ SHARDS = ([[30, 10], [24]], [[40, 0, 24], []], [[20], [4, 4], [36]], [[0, 30], [
     ("shards", "way"),
     [
         *[(shards, way) for shards in SHARDS[:3] for way in ("ddp", "explicit")],
-        *[slow(shards, way) for shards in SHARDS[1:3] for way in ("auto", "fsdp")],
+        *[(shards, way) for shards in SHARDS[1:3] for way in ("auto", "fsdp")],
         *[nightly(shards, way) for shards in (SHARDS[0], SHARDS[3]) for way in ("auto", "fsdp")],
         *[nightly(SHARDS[3], way) for way in ("ddp", "explicit")],
     ],

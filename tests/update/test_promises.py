@@ -162,9 +162,7 @@ def resumed(name: str, way: str, directory: Path) -> tuple[Any, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "way"), [case if case in FAST else slow(*case) if case in ROTATING else nightly(*case) for case in HELD]
-)
+@pytest.mark.parametrize(("name", "way"), [case if case in (*FAST, *ROTATING) else nightly(*case) for case in HELD])
 def test_a_resumed_run_ends_with_the_same_bits(ranks: Ranks, name: str, way: str, tmp_path: Path) -> None:
     """Parameters, moments, counters and what is carried."""
     for whole, other in ranks.run(resumed, name, way, tmp_path):
