@@ -15,7 +15,7 @@ from ignite.engine import Engine, Events
 
 from ignite_train.arguments import directory_of, mapping_of, one_of, positive_int
 from ignite_train.checkpoint.cadence import Cadence
-from ignite_train.checkpoint.capture import HeldState, capture, handler_settings, plain_config, versions
+from ignite_train.checkpoint.capture import HeldState, capture, run_config, versions
 from ignite_train.checkpoint.directory import together, try_out
 from ignite_train.checkpoint.disk import refuse_other_systems
 from ignite_train.checkpoint.manifest import Manifest, seal
@@ -286,7 +286,7 @@ class Checkpoint(Handler):
         self._run, self._is_attached = run, True
         self._resumption = Resumption(run, self.saver, self.config, self.on_changed_data)
         self._follow_evaluations()
-        for one in (trainer, *run.trainers.values()):
+        for one in run.each_trainer:
             one.mark_everything()
         trainer.resume_with = self._resuming
         if self.cadence.every_seconds is not None:
@@ -443,7 +443,7 @@ class Checkpoint(Handler):
     def _save(self, *, is_last: bool = False) -> None:
         started, run = time.monotonic(), self._run
         with run.trainer.section("checkpoint"):
-            for trainer in (run.trainer, *run.trainers.values()):
+            for trainer in run.each_trainer:
                 trainer.verify_ranks()  # a state on which the ranks do not agree must not be saved
             manifest = self._manifest()
             self.saver.save(capture(run, self._held), manifest, is_last=is_last)
@@ -453,7 +453,7 @@ class Checkpoint(Handler):
 
     def _warn_of_traces(self) -> None:
         """Warns of what an update has left that broke off before this was attached: since then each remembers everything."""
-        for trainer in (self._run.trainer, *self._run.trainers.values()):
+        for trainer in self._run.each_trainer:
             trainer.warn_if_spoilt()
 
     def _manifest(self) -> Manifest:
@@ -471,8 +471,7 @@ class Checkpoint(Handler):
         )
 
     def _settings(self) -> dict[str, Any]:
-        config = plain_config(self.config, self._run.trainer.config, handler_settings(self._run.engines))
-        return {"config": config, "versions": versions()}
+        return {"config": run_config(self._run, self.config), "versions": versions()}
 
     def _moment(self) -> tuple[Any, ...]:
         """Where the run is: a state is saved once for each moment."""

@@ -211,7 +211,7 @@ def as_forward_output(returned: Any, term_totals: TermTotals = OF_THIS_MICRO_BAT
 
 
 def _read(returned: Any) -> ForwardOutput:
-    """What is not a `ForwardOutput`."""
+    """Makes a `ForwardOutput` of a loss, or of a tuple."""
     if isinstance(returned, Tensor):
         return ForwardOutput(returned)
     if not isinstance(returned, tuple) or not 1 <= len(returned) <= 4:

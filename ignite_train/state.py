@@ -108,8 +108,8 @@ class Carried(UserDict[Any, Any]):
     Each rank has its own. It is saved with every checkpoint, so it may hold what a checkpoint can: tensors, arrays, numbers,
     strings, and lists, tuples and dicts of them. It is taken back with every forward that does not count: of a micro-batch
     that ran out of memory, of a placeholder, of the search for a value that is not finite, of an update that broke off with
-    an exception, and of one that was skipped because it overflowed or was not finite. (Otherwise a NaN that such an update
-    leaves here would spoil all updates after it.) It is not emptied between epochs.
+    an exception, and of an update that was skipped because it overflowed or was not finite. (Otherwise a NaN that such an
+    update leaves here would spoil all updates after it.) It is not emptied between epochs.
 
     A value is stored without the graphs of its tensors when it is assigned to a key, also inside lists, tuples and dicts, so
     the memory of a micro-batch is freed with it. Code that appends a tensor to a stored list must call `detach` on it first.
@@ -126,7 +126,7 @@ class Carried(UserDict[Any, Any]):
         super().__setitem__(key, _without_graphs(value))
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """The value of a key, after `default` is stored where there is none: a list that is returned may be appended to."""
+        """The value of a key; where it is missing, `default` is stored first. A list that is returned may be appended to."""
         if key not in self:
             self[key] = default
         return self[key]

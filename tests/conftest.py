@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _mark_all_but(number: int, items: list[pytest.Item], name: str) -> list[pytest.Item]:
-    """Marks the items but for so many of them, evenly spread; those that it has marked."""
+    """Marks all items but for so many, evenly spread, and returns the marked items."""
     kept = {index * len(items) // number for index in range(number)}
     marked = [item for index, item in enumerate(items) if index not in kept]
     for item in marked:

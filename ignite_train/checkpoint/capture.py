@@ -33,7 +33,7 @@ from ignite_train.checkpoint.run_objects import PublishedMetrics, RunObjects
 from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.tensor_files import Box, Piece, local_box
 from ignite_train.checkpoint.tree import TreeEncoder, is_composed, path_name, tensors_in
-from ignite_train.engine.dispatch import Attachable, Stateful, attached
+from ignite_train.engine.dispatch import Attachable, Stateful, attached, numbered_name
 from ignite_train.errors import CheckpointError
 from ignite_train.internals.of_torch import version_of
 from ignite_train.model.random_state import capture_random_state, restore_random_state
@@ -42,7 +42,7 @@ from ignite_train.ranks import collectives
 from ignite_train.ranks.root_mesh import is_first_holder
 from ignite_train.trainer import Trainer
 
-__all__ = ["HeldState", "capture", "handler_settings", "own_piece", "plain_config", "versions"]
+__all__ = ["HeldState", "capture", "own_piece", "plain_config", "run_config", "versions"]
 
 _logger = logging.getLogger(__name__)
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the text of an object: another one in each process
@@ -207,6 +207,11 @@ def _storable(run: SavedRun, name: str, published: PublishedMetrics) -> dict[Any
     return kept
 
 
+def run_config(run: SavedRun, config: Any) -> Any:
+    """The tree of `plain_config` of a run, with the user's configuration."""
+    return plain_config(config, run.trainer.config, _handler_settings(run.engines))
+
+
 def plain_config(config: Any, description: Any, handlers: Mapping[str, Any] | None = None) -> Any:
     """The user's configuration, the arguments of the trainer and the settings of handlers, as a tree for the manifest.
 
@@ -215,7 +220,7 @@ def plain_config(config: Any, description: Any, handlers: Mapping[str, Any] | No
     Args:
         config: from the user.
         description: of the trainer.
-        handlers: what `handler_settings` gave.
+        handlers: what `_handler_settings` gave.
     """
 
     def plain(value: Any) -> Any:
@@ -231,7 +236,7 @@ def plain_config(config: Any, description: Any, handlers: Mapping[str, Any] | No
     return TreeEncoder().encode(settings, ("config",))
 
 
-def handler_settings(engines: Iterable[Engine]) -> dict[str, dict[str, Any]]:
+def _handler_settings(engines: Iterable[Engine]) -> dict[str, dict[str, Any]]:
     """The settings of the attached handlers, by their class or `saved_as`; a second one of a name gets a number.
 
     Args:
@@ -245,10 +250,7 @@ def handler_settings(engines: Iterable[Engine]) -> dict[str, dict[str, Any]]:
                 found.setdefault(id(owner), owner)
     settings: dict[str, dict[str, Any]] = {}
     for owner in found.values():
-        name, number = owner.saved_as or type(owner).__name__, 1
-        while (key := name if number == 1 else f"{name}-{number}") in settings:
-            number += 1
-        settings[key] = owner.settings()
+        settings[numbered_name(owner, settings)] = owner.settings()
     return settings
 
 
@@ -276,7 +278,7 @@ class HeldState:
         self._empty: set[str] = set()  # names in `to_save` that a warning was given for
 
     def note(self, run: SavedRun) -> None:
-        """To be called when a run starts: what is held, and in which version."""
+        """Remembers the tensors that handlers hold, and their versions. To be called when a run starts."""
         for _, _, tensors in _held(run):
             for tensor in tensors:
                 self._is_changed(tensor)

@@ -13,7 +13,7 @@ import logging
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,7 +50,7 @@ from ignite_train.errors import (
 )
 from ignite_train.ranks import collectives
 
-__all__ = ["CheckpointDirectory", "Contents", "Exchange", "FrozenFile", "commit", "together", "try_out"]
+__all__ = ["CheckpointDirectory", "Contents", "Exchange", "FrozenFile", "commit", "refuse_unreadable", "together", "try_out"]
 
 _logger = logging.getLogger(__name__)
 _UNFINISHED, _REMOVED, _DAMAGED = ".unfinished-", ".removed-", "damaged-"
@@ -249,9 +249,7 @@ class CheckpointDirectory:
                     f"{name} has another size here than on the rank that wrote it: all ranks must share {self.path}"
                 )
         found, failed = self.scan()
-        for failure in failed:
-            if not isinstance(failure, DamagedCheckpointError):  # it may be the newest, which this one must come after
-                raise failure
+        refuse_unreadable(failed)  # the newest may be unreadable, and this checkpoint must come after it
         manifest = replace(manifest, serial=1 + max([self.later_than, *(other.serial for _, other in found)]))
         sealed = seal(manifest)
         parse_manifest(sealed)  # what no reader accepts must not be committed
@@ -261,12 +259,7 @@ class CheckpointDirectory:
         while (name := checkpoint_name(manifest.update, copy)) in taken:
             copy += 1
         self._check_lock()
-        if frozen := [one for one in written if is_frozen_name(one)]:
-            for one in frozen:  # in place of an equal one, if there is one; a kill after this leaves one too many
-                self.disk.rename(directory / one, self.path / one)
-            self.disk.sync_directory(self.path)
-        self.disk.rename(directory, self.path / name)
-        self.disk.sync_directory(self.path)
+        self._put_in_place([directory / one for one in written if is_frozen_name(one)], directory, name)
         self._manifests[name] = manifest
         return name
 
@@ -277,9 +270,16 @@ class CheckpointDirectory:
         self._check_lock()
         if name in self.disk.names(self.path):
             self.set_aside(name)  # its manifest is damaged, or it would not be replaced
-        for one in [*filter(is_frozen_name, self.disk.names(source)), name]:
-            self.disk.rename(source / one, self.path / one)
+        self._put_in_place([source / one for one in self.disk.names(source) if is_frozen_name(one)], source / name, name)
+
+    def _put_in_place(self, frozen: list[Path], checkpoint: Path, name: str) -> None:
+        """Renames frozen weights, and then the checkpoint that refers to them."""
+        for one in frozen:  # in place of an equal one, if there is one; a kill after this leaves one too many
+            self.disk.rename(one, self.path / one.name)
+        if frozen:
             self.disk.sync_directory(self.path)
+        self.disk.rename(checkpoint, self.path / name)
+        self.disk.sync_directory(self.path)
 
     def prune(self, retention: Retention, *, newest: Path | None = None) -> None:
         """Removes the checkpoints that `retention` does not keep. Each is renamed first, so that none is read half removed.
@@ -352,6 +352,13 @@ class CheckpointDirectory:
         if name not in self._warned_about:
             self._warned_about.add(name)
             _logger.warning(text)
+
+
+def refuse_unreadable(failed: Iterable[UnusableCheckpoint]) -> None:
+    """Raises the first failure of a scan that is not damage: such a checkpoint may be whole, and must not be passed over."""
+    for failure in failed:
+        if not isinstance(failure, DamagedCheckpointError):
+            raise failure
 
 
 def commit(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ignite_train.arguments import describe
-from ignite_train.checkpoint.directory import CheckpointDirectory, Exchange, together
+from ignite_train.checkpoint.directory import CheckpointDirectory, Exchange, refuse_unreadable, together
 from ignite_train.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -48,8 +48,7 @@ T = TypeVar("T")
 class Mirror:
     """The same files under the same names as in the directory of the checkpoints, in a store that fsspec reaches.
 
-    The store has no lock: the run that was started last is its writer, and one that was started before finds that out when it
-    copies next.
+    The store has no lock: the run that was started last is its writer, and an earlier run finds that out when it copies next.
 
     Args:
         url: where in the store, such as `s3://bucket/run`.
@@ -92,7 +91,7 @@ class Mirror:
             self._prune(retention)
 
     def _missing(self, directory: CheckpointDirectory, retention: Retention) -> list[tuple[str, Manifest]]:
-        """What is to be copied. A checkpoint of the same name with other contents is taken back first."""
+        """The checkpoints that the store lacks. Takes back a checkpoint there of the same name with other contents."""
         self._check_writer()
         self._scan()
         here = dict(directory.scan()[0])
@@ -169,12 +168,10 @@ class Mirror:
                     directory.abandon(unfinished)
 
     def _begin_fetching(self, directory: CheckpointDirectory, retention: Retention) -> tuple[str, Manifest, str] | None:
-        """The newest checkpoint that is to be fetched, and a new directory with its manifest; None if there is none."""
+        """The newest checkpoint that the directory lacks, and a new directory with its manifest; None if it lacks none."""
         self._scan()
         found, failed = directory.scan(afresh=True)
-        for failure in failed:
-            if not isinstance(failure, DamagedCheckpointError):
-                raise failure
+        refuse_unreadable(failed)
         here = dict(found)
         directory.later_than = _newest(self._manifests)
         wanted = _kept(self._manifests | here, replace(retention, last=1, every=None)) - here.keys()
@@ -194,7 +191,7 @@ class Mirror:
         return name, self._manifests[name], unfinished
 
     def _get_share(self, directory: CheckpointDirectory, unfinished: str, name: str, manifest: Manifest) -> str:
-        """Fetches this rank's share of the files. Gives what is wrong with them, or nothing."""
+        """Fetches this rank's share of the files. Returns why they are damaged, or an empty string."""
         for file in _share(manifest):
             place, size = _place(name, file), manifest.files[file].size
             if (found := self._size(place)) != size:
@@ -251,7 +248,7 @@ class Mirror:
         return sorted(path.rstrip("/").rpartition("/")[2] for path in self._store.ls(folder, detail=False))
 
     def _size(self, place: str) -> int | None:
-        """The bytes of an object; None if there is none."""
+        """The size of an object in bytes; None if it does not exist."""
         with suppress(FileNotFoundError):
             return int(self._store.size(f"{self._root}/{place}"))
         return None
@@ -316,18 +313,25 @@ def _place(name: str, file: str) -> str:
     return file if is_frozen_name(file) else f"{name}/{file}"
 
 
+def _ranks_taken(manifest: Manifest) -> range:
+    """The ranks whose files of a checkpoint this rank copies: itself alone, where there are as many ranks as wrote it."""
+    return range(collectives.rank(), manifest.world_size, collectives.world_size())
+
+
 def _share(manifest: Manifest) -> list[str]:
-    """The files that this rank copies: its own, as long as the number of ranks is the same."""
-    mine = range(collectives.rank(), manifest.world_size, collectives.world_size())
+    """The files that this rank copies, and its part of the frozen weights."""
     frozen = sorted(filter(is_frozen_name, manifest.files))
-    return [*(file for part in mine for file in file_names(part)), *frozen[collectives.rank() :: collectives.world_size()]]
+    return [
+        *(file for part in _ranks_taken(manifest) for file in file_names(part)),
+        *frozen[collectives.rank() :: collectives.world_size()],
+    ]
 
 
 def _check_share(path: Path, manifest: Manifest) -> str:
-    """Reads each byte that this rank has fetched. Gives what is wrong, or nothing."""
+    """Reads each byte that this rank has fetched. Returns why the files are damaged, or an empty string."""
     try:
         with CheckpointReader(path) as reader:
-            reader.verify(range(collectives.rank(), manifest.world_size, collectives.world_size()))
+            reader.verify(_ranks_taken(manifest))
     except DamagedCheckpointError as error:
         return error.reason
     return ""

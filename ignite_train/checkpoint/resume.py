@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ignite_train.arguments import did_you_mean, path_of
-from ignite_train.checkpoint.capture import handler_settings, plain_config, versions
-from ignite_train.checkpoint.directory import CheckpointDirectory, together
+from ignite_train.checkpoint.capture import run_config, versions
+from ignite_train.checkpoint.directory import CheckpointDirectory, refuse_unreadable, together
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.fits import config_changes
 from ignite_train.checkpoint.manifest import MANIFEST, Manifest, one_line, printable
@@ -81,19 +81,16 @@ class Resumption:
         retention = self._writer.retention
         if retention.metric is not None and manifest.scored_by is not None:
             refuse_other_mode(retention.metric, "min" if retention.lower_is_better else "max", *manifest.scored_by)
-        self._half_restored, script = path, self._settings()
+        self._half_restored, script = path, run_config(self._run, self._config)
         together(collectives.gather_objects, f"resuming from {path}", state.restore)
         self._half_restored = None
         trainer.data.load_position(trainer.data.position(), on_changed_data=self._on_changed_data)
         self._state = state
         self._writer.resume_from(path)
         if collectives.is_main_rank():
-            changed = config_changes(manifest.config, script, self._settings())
+            changed = config_changes(manifest.config, script, run_config(self._run, self._config))
             _log_resumption(path, manifest, [*state.changed, *changed], state)
         return manifest
-
-    def _settings(self) -> Any:
-        return plain_config(self._config, self._run.trainer.config, handler_settings(self._run.engines))
 
     def _refuse_half_restored(self) -> None:
         """Raises CheckpointError if training would continue with a mixture of two states."""
@@ -295,9 +292,7 @@ def _look(directory: CheckpointDirectory, *, tidies: bool) -> _Found:
         set_aside = directory.set_aside_before()
     except OSError as error:
         raise UnreadableCheckpointError(str(root), one_line(error)) from error
-    for failure in failed:
-        if not isinstance(failure, DamagedCheckpointError):
-            raise failure
+    refuse_unreadable(failed)
     names = [Path(failure.path).name for failure in reversed(failed)] + [name for name, _ in reversed(found)]
     return _Found(root, names, set_aside)
 

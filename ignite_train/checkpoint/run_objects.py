@@ -324,7 +324,7 @@ def _writable_buffers(module: nn.Module) -> Iterator[None]:
 
 
 def has_own_form(state_dict: Mapping[str, Any]) -> bool:
-    """Whether the state of an optimizer has other keys than those of torch, as that of some wrappers has."""
+    """Whether the state of an optimizer lacks torch's keys, as the state of some wrappers does."""
     return not {"state", "param_groups"} <= state_dict.keys()
 
 

@@ -58,6 +58,7 @@ class SavedRun:
 
     Attributes:
         trainers: the other trainers among the user's objects, by their names in a checkpoint.
+        each_trainer: the trainer and these.
         left_out: the names in a checkpoint that the handlers which are left out would have.
         in_effect: the options of each optimizer that the script has set, or the checkpoint in their place, in plain values.
     """
@@ -76,6 +77,7 @@ class SavedRun:
         self.leave_out, self.script_wins, self.frozen_once = leave_out, script_wins, frozen_once
         others = ((name, entry) for name, entry in self.to_save.items() if isinstance(entry, Trainer) and entry is not trainer)
         self.trainers = {f"to_save/{name}": entry for name, entry in others}
+        self.each_trainer = (trainer, *self.trainers.values())
         self._attached: list[Any] = []  # the engines and their handlers when `_objects` were listed
         self._objects, self.left_out = RunObjects({}, {}, trainer, {}), set[str]()
         self._script: dict[str, list[dict[str, Any]]] = {}  # options of each optimizer, as the script has set them
@@ -85,13 +87,13 @@ class SavedRun:
     @property
     def is_between_updates(self) -> bool:
         """Whether a session of the trainer waits for its next update, and no other trainer is in one: the state is whole."""
-        return self.trainer.in_session and not any(entry.is_iterating for entry in (self.trainer, *self.trainers.values()))
+        return self.trainer.in_session and not any(entry.is_iterating for entry in self.each_trainer)
 
     @property
     def evaluators(self) -> list[Engine]:
         """The evaluator that the user named, and the evaluators of attached handlers. Each is listed once."""
         found = [] if self.evaluator is None else [self.evaluator]
-        for trainer in (self.trainer, *self.trainers.values()):
+        for trainer in self.each_trainer:
             for handler in stateful_handlers(trainer).values():
                 if isinstance(handler, _KnowsAnEvaluator) and isinstance(handler.evaluator, Engine):
                     found += [] if handler.evaluator in found else [handler.evaluator]
@@ -100,7 +102,7 @@ class SavedRun:
     @property
     def engines(self) -> list[Engine]:
         """The trainers and the evaluators."""
-        return [self.trainer, *self.trainers.values(), *self.evaluators]
+        return [*self.each_trainer, *self.evaluators]
 
     def objects(self) -> RunObjects:
         """All that has a state and is not left out, besides the trainer, as attached by now.
@@ -250,7 +252,7 @@ def _add_inner(parts: dict[str, Any], met: set[int], prefix: str, owner: Optimiz
 
 
 def _saved(entry: Any) -> Stateful:
-    """What gives the state of an object as a checkpoint can hold it."""
+    """The object, or a wrapper of it that gives a state which a checkpoint can hold."""
     if isinstance(entry, nn.Module):
         return SavedModule(entry)
     return SavedOptimizer(entry) if isinstance(entry, Optimizer) else entry

@@ -98,7 +98,7 @@ class TensorForm:
 
 
 def form_of(value: Any) -> Any:
-    """The form of a tensor, or the value itself where it is no tensor."""
+    """The form of a tensor, or the value itself where it is not a tensor."""
     if not isinstance(value, Tensor):
         return value
     return TensorForm(tuple(value.shape), value.dtype, class_name(type(value)) if is_composed(value) else "")

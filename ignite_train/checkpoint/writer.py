@@ -181,7 +181,7 @@ class CheckpointWriter:
         self.latest, self._is_taken_over = path, True
 
     def catch_up(self) -> None:
-        """Copies to the mirror what the process before has not copied: a run that is over would never save again. Collective.
+        """Copies the checkpoints that the mirror lacks, at the start, since a run that is over makes no save. Collective.
 
         Raises:
             CheckpointError: it failed.

@@ -8,7 +8,7 @@ import logging
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -39,6 +39,7 @@ __all__ = [
     "call",
     "entries",
     "is_of_library",
+    "numbered_name",
     "stateful_handlers",
 ]
 
@@ -365,10 +366,15 @@ def _list_stateful(listed: dict[str, Stateful], handler: Any) -> None:
         return
     if any(owner is other for other in listed.values()):
         return
+    listed[numbered_name(owner, listed)] = owner
+
+
+def numbered_name(owner: object, taken: Container[str]) -> str:
+    """The name of a handler in a checkpoint: its class or `saved_as`, with a number where that name is taken."""
     name, number = (isinstance(owner, Attachable) and owner.saved_as) or type(owner).__name__, 1
-    while (key := name if number == 1 else f"{name}-{number}") in listed:
+    while (key := name if number == 1 else f"{name}-{number}") in taken:
         number += 1
-    listed[key] = owner
+    return key
 
 
 def _owner(handler: Any) -> Any:

@@ -82,7 +82,7 @@ class Gather:
             # One part, unless the micro-batch had to be cut to fit into memory.
             for part in (micro_batch,) if recovery is None else recovery.parts(micro_batch):
                 # DDP asks in forward already whether this backward will reduce, so the context covers both. A crossing that
-                # has one lets no micro-batch be dropped, and so there is no recovery beside it.
+                # has one does not let a micro-batch be dropped, so no recovery stands beside it.
                 with crossing.context(last=last) if recovery is None else recovery.attempt(part):
                     # Held in the state alone, so that its graph is freed before the next forward needs the memory.
                     state.forward_output = passes.forward(part)

@@ -342,7 +342,7 @@ def test_importing_the_package_imports_nothing_slow():
 
 @pytest.mark.slow
 def test_importing_the_handlers_imports_nothing_slow():
-    """Nor does what a script imports that saves and shows its run, but for `tqdm`, which Ignite has loaded in part."""
+    """A script that saves and shows its run imports nothing slow either, but for `tqdm`, which Ignite has loaded in part."""
     loaded = _loaded_by("ignite_train.handlers")
 
     assert "ignite_train.handlers.checkpoint" in loaded
