@@ -314,7 +314,7 @@ class TrainingMetrics(Handler):
         for name in self.per_second:
             found[f"{name}_per_second"] = self._logs.get(name, 0.0) / per
         if self._utilisation_per_rate is not None:
-            num_ranks = trainer.state.metrics.get("replicas", collectives.world_size())  # elastic replicas publish their number
+            num_ranks = trainer.state.metrics.get("replicas", 1) * collectives.world_size()  # elastic ones publish their number
             found["model_flop_utilisation"] = samples_per_second * self._utilisation_per_rate / num_ranks
         for name, spent in seconds.items():
             if name != "between_updates" or totals[name] > 0:

@@ -59,6 +59,8 @@ def protect_ranks(trainer: Trainer, protect: Protect, model: nn.Module) -> Train
             "GradNormConsistency and StateConsistency are left out unless protect names them: DistributedDataParallel ignores "
             f"{own[0]!r} and {len(own) - 1} more parameters, which may differ between the ranks"
         )
+    if trainer.replicas.are_elastic:  # a replica that has lost a rank ends, and is started again
+        chosen = {name: settings for name, settings in chosen.items() if isinstance(protect, Mapping) and name in protect}
     if trainer.config["reduction"] == "local" and not (isinstance(protect, Mapping) and protect.get(_CHECKS[0])):
         chosen.pop(_CHECKS[0], None)  # each rank has a norm of its own
     handlers = [_make(trainer, name, settings) for name, settings in chosen.items()]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import tarfile
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -16,12 +17,13 @@ from torch import Tensor
 from ignite_train.checkpoint.capture import capture, plain_config, versions
 from ignite_train.checkpoint.directory import CheckpointDirectory, commit
 from ignite_train.checkpoint.disk import Disk
-from ignite_train.checkpoint.manifest import Manifest
+from ignite_train.checkpoint.manifest import MANIFEST, Manifest, file_names
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.run_state import RunState
 from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.engine.dispatch import Stateful
+from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
 __all__ = ["Handover"]
@@ -40,7 +42,8 @@ class Handover:
     """Gives the state of a run to another process as one block of bytes, and takes it over from another one.
 
     It is written and read as a checkpoint is, in a directory that lives for a moment, so that all checks of a resume hold:
-    what comes is refused unless it is of the same model, optimizer and handlers.
+    what comes is refused unless it is of the same model, optimizer and handlers. Where a replica has several ranks, each of
+    them gives what it would write to the rank of its number; they share a directory for temporary files.
 
     Args:
         trainer: of the run.
@@ -50,39 +53,40 @@ class Handover:
         self._trainer = trainer
 
     def capture(self) -> Tensor:
-        """The state after the updates that are counted, as bytes."""
+        """The state after the updates that are counted, or this rank's part of it, as bytes. Collective."""
         run = self._run()
         state = self._trainer.state
         manifest = Manifest(
             update=state.iteration,
             epoch=state.epoch,
             serial=0,
-            world_size=1,
+            world_size=collectives.world_size(),
             score=None,
             config=plain_config({}, {}),
             versions=versions(),
             files={},
         )
-        content = io.BytesIO()
-        with tempfile.TemporaryDirectory() as name:
-            directory = CheckpointDirectory(Path(name), Disk())
-            path = commit(directory, capture(run), manifest, Retention(1, 1, True, None), lambda value: [value])
+        content, own = io.BytesIO(), file_names(collectives.rank())
+        with _shared_directory() as place:
+            directory = CheckpointDirectory(place, Disk())
+            path = commit(directory, capture(run), manifest, Retention(1, 1, True, None), collectives.gather_objects)
             with tarfile.open(fileobj=content, mode="w") as archive:
-                for file in sorted(path.iterdir()):
-                    archive.add(file, arcname=file.name)
+                for name in (*own, MANIFEST) if collectives.is_main_rank() else own:
+                    archive.add(path / name, arcname=name)
         return torch.frombuffer(bytearray(content.getbuffer()), dtype=torch.uint8)
 
     def restore(self, state: Tensor) -> None:
-        """Takes the state of another process over, and the data of the next pass begins at its place.
+        """Takes the state of another process over, and the data of the next pass begins at its place. Collective.
 
         Raises:
             CheckpointError: it is the state of another model, optimizer or set of handlers.
         """
         run = self._run()
-        with tempfile.TemporaryDirectory() as name:
+        with _shared_directory() as place:
             with tarfile.open(fileobj=io.BytesIO(state.numpy().tobytes()), mode="r") as archive:
-                archive.extractall(name, filter="data")
-            with CheckpointReader(Path(name)) as reader:
+                archive.extractall(place, filter="data")
+            collectives.gather_objects(None)  # the parts of all ranks are there
+            with CheckpointReader(place) as reader:
                 taken = RunState(reader, run)
         taken.restore()
         trainer = self._trainer
@@ -105,3 +109,11 @@ class Handover:
         run = SavedRun(self._trainer, saves.to_save if isinstance(saves, _SavesMore) else {})
         run.begin()
         return run
+
+
+@contextmanager
+def _shared_directory() -> Iterator[Path]:
+    """A temporary directory of rank 0, which all ranks of a replica write to. Collective."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(collectives.from_main_rank(name))
+        collectives.gather_objects(None)  # all have read

@@ -49,7 +49,7 @@ class Dealing:
 
 
 class ElasticDealing(Dealing):
-    """To the members of the update, who may be others in the next one.
+    """To the members of the update, who may be others in the next one, and to each of the ranks of a member.
 
     The order of the samples is a function of seed and epoch. Each member takes its own from the place after the samples that
     are counted; so the samples of a member that is lost are dealt again with the rest.
@@ -63,17 +63,18 @@ class ElasticDealing(Dealing):
     def __init__(self, members: Members) -> None:
         super().__init__()
         self._members = members
-        self._rank: int | None = None  # of the member whose share is looked at
+        self._rank: int | None = None  # whose share is looked at
 
     @property
     def rank(self) -> int:
         """See `Dealing`."""
-        return self._members.rank if self._rank is None else self._rank
+        own = self._members.rank * collectives.world_size() + collectives.rank()
+        return own if self._rank is None else self._rank
 
     @property
     def size(self) -> int:
         """See `Dealing`."""
-        return self._members.size
+        return self._members.size * collectives.world_size()
 
     def lengths(self, own: Callable[[], int | None]) -> list[int]:
         """See `Dealing`. Not collective: each member knows the shares of all."""

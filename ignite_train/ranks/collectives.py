@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import ignite.distributed as idist
 import torch
@@ -28,6 +28,7 @@ __all__ = [
     "collectives_begun",
     "end_process",
     "everyones",
+    "from_main_rank",
     "gather_bytes",
     "gather_objects",
     "gather_objects_on_main_rank",
@@ -41,6 +42,8 @@ __all__ = [
     "total",
     "world_size",
 ]
+
+T = TypeVar("T")
 
 
 def world_size() -> int:
@@ -93,6 +96,15 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def from_main_rank(value: T) -> T:
+    """The `value` of rank 0, on every rank; pickled between the ranks. Blocking."""
+    if world_size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def gather_objects_on_main_rank(value: Any) -> list[Any] | None:

@@ -1,21 +1,26 @@
-"""Plain replicas that come and go: gradients and statistics cross those that take part in the update."""
+"""Replicas that come and go, plain or sharded: gradients and statistics cross those that take part in the update."""
 
 from __future__ import annotations
 
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.memory_layout import gradient_dtype
+from ignite_train.ranks import collectives
 from ignite_train.ranks.crossing import Crossing
+from ignite_train.ranks.fsdp import FSDPCrossing
 from ignite_train.ranks.members import Members
+from ignite_train.ranks.mesh import join_parts, split_parts
 from ignite_train.ranks.messages import Outgoing
+from ignite_train.ranks.placeholders import Placeholders
 from ignite_train.ranks.replicas import buckets, unflatten
 from ignite_train.ranks.statistics import Statistics
 
-__all__ = ["ElasticCrossing"]
+__all__ = ["ElasticCrossing", "ElasticShardsCrossing"]
 
 
 class ElasticCrossing(Crossing):
@@ -45,11 +50,7 @@ class ElasticCrossing(Crossing):
         if self.members.size == 1:
             statistics.pack(*outgoing, alone=True)
             return gradients.norm()
-        trainable = [parameter for parameter in gradients.parameters() if parameter.requires_grad]
-        for parameter in gradients.parameters():
-            if not parameter.requires_grad:  # frozen within this update: what is there is of this replica alone
-                parameter.grad = None
-        cut = [tuple(bucket) for bucket in buckets(trainable, gradient_dtype)]
+        cut = [tuple(bucket) for bucket in buckets(_trainable(gradients), gradient_dtype)]
         here = [parameter.grad is not None for parameter in chain(*cut)]
         vector = statistics.pack(*outgoing, beside=len(here))
         assert vector is not None  # noqa: S101  # there are several members
@@ -61,6 +62,78 @@ class ElasticCrossing(Crossing):
         for bucket, flat in zip(cut, flats, strict=True):
             unflatten(bucket, flat, exists)
         return gradients.norm()
+
+
+class ElasticShardsCrossing(FSDPCrossing):
+    """Elastic replicas, each of which is several ranks that `fully_shard` has shared the model out to.
+
+    FSDP2 adds gradients up within the replica. Then each rank adds up its shards with the ranks of its number in the other
+    replicas, and the sums of the replica beside them. The parts of the norm cross the ranks of the replica last, as they are
+    those of the whole sum. So each sample counts once.
+
+    Args:
+        root: see `FSDPCrossing`.
+        placeholders: see there.
+        members: the replicas that take part.
+        in_each: see there.
+    """
+
+    def __init__(self, root: nn.Module, placeholders: Placeholders, members: Members, *, in_each: bool) -> None:
+        super().__init__(root, placeholders, in_each=in_each)
+        self.members = members
+
+    def finish(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float:  # type: ignore[override]
+        """See `ElasticCrossing`. What fails on one rank of the replica fails on all of them.
+
+        Raises:
+            MembersChangedError: other replicas take part now, or one of them was lost. Nothing has moved.
+            UnlikeParametersError: a rank of this replica has gradients of other parameters than the rest.
+        """
+        self.members.confirm()
+        statistics.ranks = _AllRanksOfAll(self.members)
+        cut = [*buckets(_trainable(gradients), gradient_dtype)]
+        self._complete(gradients)
+        self._same_parameters.look(gradients, self._used)
+        # A replica without samples has no gradients, so that only its own ranks are compared.
+        self._same_parameters.on_reduced(collectives.total(self._same_parameters.payload()))
+        flats = [join_parts(bucket) for bucket in cut]
+        vector = statistics.pack(*outgoing)
+        if vector is not None:
+            _sum_in_replica(vector)
+        self.members.sum(flats if vector is None else [vector, *flats])
+        for bucket, flat in zip(cut, flats, strict=True):
+            split_parts(bucket, flat)
+        return self.norm(gradients)
+
+
+class _AllRanksOfAll:
+    """The ranks of all replicas, for `Statistics`."""
+
+    def __init__(self, members: Members) -> None:
+        self._members, self.size = members, members.size * collectives.world_size()
+
+    def start_sum(self, vector: Tensor) -> None:
+        """See `Ranks`; nothing is left to wait for."""
+        _sum_in_replica(vector)
+        self._members.sum([vector])
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """See `Ranks`."""
+        return [*chain(*self._members.gather_objects(collectives.gather_objects(value)))]
+
+
+def _sum_in_replica(vector: Tensor) -> None:
+    work = collectives.start_sum(vector)
+    if work is not None:
+        work.wait()
+
+
+def _trainable(gradients: Gradients) -> list[nn.Parameter]:
+    """The parameters whose gradients cross. What one has that is frozen within the update is of this replica alone."""
+    for parameter in gradients.parameters():
+        if not parameter.requires_grad:
+            parameter.grad = None
+    return [parameter for parameter in gradients.parameters() if parameter.requires_grad]
 
 
 def _flatten(parameters: tuple[nn.Parameter, ...]) -> Tensor:

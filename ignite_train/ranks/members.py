@@ -18,7 +18,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 from ignite_train.arguments import real_number
 from ignite_train.errors import FellBehindError, MembersChangedError, NoQuorumError
 from ignite_train.internals.of_distributed import TCPStore
+from ignite_train.ranks import collectives
 
 __all__ = ["LIGHTHOUSE", "Members", "check_elastic", "require_torchft"]
 
@@ -82,13 +83,17 @@ class Members:
     furthest have continue. Another member that has taken part in the run before has missed an update, and ends with a
     `FellBehindError`; started again it joins as a new one.
 
+    A replica may be several ranks of a process group, each with its shards of the model. They are one member: the first rank
+    asks, and gives the answer to the others. Each rank forms a group with the ranks of its number in the other replicas. What
+    fails on one rank of a replica fails on all of them, which then decide from the same.
+
     A process has one run of elastic replicas at a time.
 
     Args:
         lighthouse: its address.
 
     Attributes:
-        rank, size: the number of this member among them, and how many they are.
+        rank, size: the number of this replica among the members, and how many they are.
         names: the names of all members, by rank.
         num_changes: how often an update of this process was made again.
         is_stopped: whether this process has come after the others were asked to stop, and have made their last update.
@@ -109,7 +114,7 @@ class Members:
         self._history = ""
         self._is_new, self._has_parted, self._stops = True, False, False
         self._question: _Question | None = None
-        self._quorum: Any = None  # an answer that names other members, which are to form a group
+        self._quorum: Sequence[_Participant] | None = None  # an answer that names other members, which are to form a group
         self._is_settled = False  # whether the members of the update to come are known already
         self._identity = ""
         self._sockets: dict[int, int] = {}  # what belongs to this process only: the numbers of files, with their inodes
@@ -155,7 +160,7 @@ class Members:
                 self.ask(step())
                 self.confirm()
             except MembersChangedError:
-                if self._quorum is None and _has_ended():  # the others have gone, and have found all there
+                if self._quorum is None and collectives.any_rank(_has_ended()):  # the others have found all there
                     break
                 self.renew(step)
             else:
@@ -171,10 +176,23 @@ class Members:
         self._drop()
         self._question = self._quorum = None
         if self._identity:
-            self._heart.shutdown()
+            if collectives.is_main_rank():
+                self._heart.shutdown()
             self._identity = ""
 
     def _connect(self) -> None:
+        """The first rank of a replica connects; the others have no store and send no heartbeats."""
+        failure = None
+        if collectives.is_main_rank():
+            try:
+                self._connect_to_lighthouse()
+            except NoQuorumError as error:
+                failure = error
+        self._identity, failure = collectives.from_main_rank((self._identity, failure))
+        if failure is not None:
+            raise failure
+
+    def _connect_to_lighthouse(self) -> None:
         os.environ.setdefault("RUST_LOG", "warn")  # torchft writes a line for each question otherwise
         from torchft.coordination import LighthouseClient, ManagerServer
 
@@ -222,7 +240,7 @@ class Members:
         if self._question is None:
             return
         question, self._question = self._question, None
-        quorum = question.answer()
+        quorum = collectives.from_main_rank(question.answer())
         if quorum is None:
             self._waits_since = question.begun
         if quorum is None or not self._names_same(quorum):
@@ -284,25 +302,27 @@ class Members:
         while True:
             if quorum is None:
                 counted, left = step(), max(1.0, deadline - time.monotonic())
-                quorum = _Question(partial(self._ask, counted, left)).answer()
+                quorum = collectives.from_main_rank(_Question(partial(self._ask, counted, left)).answer())
             if quorum is not None:
                 with suppress(MembersChangedError):
-                    self._form(quorum.participants, step())
+                    self._form(quorum, step())
                     self._is_settled = True
                     return
-            elif self._is_new and not self._has_parted and _has_ended():  # the others have gone
+            elif self._is_new and not self._has_parted and collectives.any_rank(_has_ended()):  # the others have gone
                 raise _nothing_left()
             quorum = None
-            if time.monotonic() > deadline:
+            if collectives.any_rank(time.monotonic() > deadline):
                 raise NoQuorumError(
                     f"the lighthouse at {self._lighthouse} has named no members for {self._patience:g} s; see whether it "
                     f"runs and how many replicas it waits for, or raise {_PATIENCE}"
                 )
 
-    def _ask(self, step: int, seconds: float) -> Any:
-        """The lighthouse's answer; None if there was none in so many seconds."""
+    def _ask(self, step: int, seconds: float) -> list[_Participant] | None:
+        """Those that the lighthouse names; None if there was no answer in so many seconds, and on ranks that do not ask."""
+        if not collectives.is_main_rank():
+            return None
         own = {"key": self._key, "history": self._history, "is_new": self._is_new}
-        own |= {"has_parted": self._has_parted, "stops": self._stops}
+        own |= {"has_parted": self._has_parted, "stops": self._stops, "num_ranks": collectives.world_size()}
         try:
             answer = self._client.quorum(
                 replica_id=self._identity,
@@ -328,20 +348,21 @@ class Members:
                 self._client = LighthouseClient(self._lighthouse, connect_timeout=_CONNECT)
             return None
         self._has_warned = False
-        return answer
+        return [_Participant(one.replica_id, one.store_address, one.step, one.data) for one in answer.participants]
 
-    def _names_same(self, quorum: Any) -> bool:
-        keys = {participant.data["key"] for participant in quorum.participants}
-        places = {_place(participant) for participant in quorum.participants}
-        return bool(self._key) and keys == {self._key} and len(places) == 1 and len(quorum.participants) == self.size
+    def _names_same(self, quorum: Sequence[_Participant]) -> bool:
+        keys = {participant.data["key"] for participant in quorum}
+        places = {_place(participant) for participant in quorum}
+        return bool(self._key) and keys == {self._key} and len(places) == 1 and len(quorum) == self.size
 
-    def _form(self, participants: Sequence[Any], step: int) -> None:
+    def _form(self, participants: Sequence[_Participant], step: int) -> None:
         from torchft.process_group import ProcessGroupGloo
 
         ranks = {participant.replica_id: rank for rank, participant in enumerate(participants)}
         rank, source = ranks[self._identity], _newest(participants)
         mine, newest = participants[rank], participants[source]
-        if all(one.data["is_new"] and not one.data["has_parted"] for one in participants) and _has_ended():
+        have_not_run = all(one.data["is_new"] and not one.data["has_parted"] for one in participants)
+        if have_not_run and collectives.any_rank(_has_ended()):
             raise _nothing_left()
         behind = [one for one in participants if not one.data["is_new"] and _place(one) != _place(newest)]
         if mine in behind:
@@ -350,13 +371,20 @@ class Members:
                 f"this replica has counted {step} updates, and the others have continued without it to update {newest.step}; "
                 "start it again, and it joins them"
             )
-        if behind:  # it ends; to form a group with it would wait for it
-            raise MembersChangedError("a replica has missed an update, and ends")
+        strange = [one for one in participants if one.data["num_ranks"] != newest.data["num_ranks"]]
+        if mine in strange:
+            self.leave()
+            raise ValueError(
+                f"each replica must have as many ranks as the others, {newest.data['num_ranks']}, got "
+                f"{mine.data['num_ranks']}; start all of them with the same number"
+            )
+        if behind or strange:  # they end; to form a group with them would wait for them
+            raise MembersChangedError("a replica has missed an update, or is of another size, and ends")
         self._drop()
         key = _digest(*(f"{one.replica_id}/{one.data['nonce']}" for one in participants))
         self._group = ProcessGroupGloo(timeout=_REBUILD)
         sockets = _open_sockets()
-        group, address = self._group, f"{newest.store_address}/{key}"
+        group, address = self._group, f"{newest.store_address}/{key}/{collectives.rank()}"
         with _LosingMembers(self):
             _within(_REBUILD_AT_MOST, lambda: group.configure(address, self._identity, rank, len(participants)))
         self._sockets |= _since(sockets)
@@ -393,6 +421,8 @@ class Members:
 
     def _say(self, before: Sequence[str], update: int) -> None:
         """One line for each replica that has left or come; the first member says it."""
+        if not collectives.is_main_rank():
+            return
         if before == ("",):
             _logger.info(f"replica {self.names[self.rank]} takes part from update {update}: {self.size} replicas")
             return
@@ -428,8 +458,20 @@ class Members:
             group.abort(errored=False)
 
 
+class _Participant(NamedTuple):
+    """A replica that the lighthouse names: where the store of its first rank is, how many updates it has, what it sent."""
+
+    replica_id: str
+    store_address: str
+    step: int
+    data: dict[str, Any]
+
+
 class _LosingMembers:
-    """A `with` in which an error of the process group means that a member was lost."""
+    """A `with` in which an error of the process group means that a member was lost. Collective over the ranks of a replica.
+
+    Where some ranks have reached their members and others have not, all of them take the members for lost.
+    """
 
     def __init__(self, members: Members) -> None:
         self._members = members
@@ -438,9 +480,15 @@ class _LosingMembers:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, (RuntimeError, TimeoutError)):
+        is_lost = isinstance(error, (RuntimeError, TimeoutError))
+        if error is not None and not is_lost:
+            return
+        if is_lost:  # now, so that the members that wait for this rank notice it at once
             self._members.lose()
-            raise MembersChangedError(f"a replica was lost: {_one_line(error)}") from error
+        if collectives.any_rank(is_lost):
+            self._members.lose()
+            reason = "by another rank of this replica" if error is None else _one_line(error)
+            raise MembersChangedError(f"a replica was lost: {reason}") from error
 
 
 def _within(seconds: float, work: Callable[[], object]) -> None:
@@ -528,7 +576,7 @@ def _nothing_left() -> NoQuorumError:
     return NoQuorumError("the run has ended while this replica was starting; there is nothing left to do")
 
 
-def _newest(participants: Sequence[Any]) -> int:
+def _newest(participants: Sequence[_Participant]) -> int:
     """The member whose state the others take over: one that is in the run, as far as any, with the history of the most."""
     running = [one for one in participants if not one.data["is_new"]] or list(participants)
     furthest = [one for one in running if one.step == max(other.step for other in running)]
@@ -537,7 +585,7 @@ def _newest(participants: Sequence[Any]) -> int:
     return participants.index(best)
 
 
-def _place(participant: Any) -> tuple[int, str]:
+def _place(participant: _Participant) -> tuple[int, str]:
     return participant.step, participant.data["history"]
 
 

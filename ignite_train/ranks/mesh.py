@@ -24,7 +24,7 @@ from ignite_train.ranks.same_micro_batches import SameMicroBatches
 from ignite_train.ranks.statistics import Statistics
 from ignite_train.ranks.unlike_ranks import described_parameters, refuse_unlike_ranks
 
-__all__ = ["MeshCrossing"]
+__all__ = ["MeshCrossing", "join_parts", "split_parts"]
 
 _WAITS_FOR_RANKS = True  # HangWatch looks for it in the file where a rank stands
 
@@ -135,15 +135,26 @@ class MeshCrossing(Crossing):
         """Sums the gradients of a bucket. A parameter for which no rank has one keeps none."""
         mesh = self.data_ranks.mesh
         assert mesh is not None  # noqa: S101  # there is something to sum
-        present = [parameter.grad is not None for parameter in parameters]
-        parts = [_local_gradient(parameter).reshape(-1) for parameter in parameters]
-        flat = torch.cat([*parts, parts[0].new_tensor(present)])  # the flags cross in the same collective
+        flat = join_parts(parameters)
         for name in dims:
             dist.all_reduce(flat, group=mesh.get_group(names_of(mesh).index(name)))
-        *sums, flags = torch.split(flat, [*map(Tensor.numel, parts), len(parts)])
-        exist = present if all(present) else (flags > 0).tolist()  # sync, only if one is missing on this rank
-        for parameter, part, exists in zip(parameters, sums, exist, strict=True):
-            parameter.grad = _with_local(parameter, part) if exists else None
+        split_parts(parameters, flat)
+
+
+def join_parts(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """This rank's parts of the gradients of a bucket end to end, and behind them which of these there are."""
+    parts = [_local_gradient(parameter).reshape(-1) for parameter in parameters]
+    return torch.cat([*parts, parts[0].new_tensor([parameter.grad is not None for parameter in parameters])])
+
+
+def split_parts(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
+    """Makes the parts in `flat`, which has come of `join_parts`, the gradients; of one that there was nowhere none."""
+    sizes = [_local(parameter.detach()).numel() for parameter in parameters]
+    *sums, flags = torch.split(flat, [*sizes, len(sizes)])
+    present = [parameter.grad is not None for parameter in parameters]
+    exist = present if all(present) else (flags > 0).tolist()  # sync, only if one is missing on this rank
+    for parameter, part, exists in zip(parameters, sums, exist, strict=True):
+        parameter.grad = _with_local(parameter, part) if exists else None
 
 
 def _are_same(ours: Sequence[tuple[Any, Any]], others: Sequence[tuple[Any, Any]]) -> bool:

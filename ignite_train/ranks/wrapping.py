@@ -17,7 +17,7 @@ from ignite_train.ranks import collectives
 from ignite_train.ranks.crossing import AloneCrossing, Crossing
 from ignite_train.ranks.data_ranks import DataRanks, data_ranks_of
 from ignite_train.ranks.ddp import DDPCrossing
-from ignite_train.ranks.elastic import ElasticCrossing
+from ignite_train.ranks.elastic import ElasticCrossing, ElasticShardsCrossing
 from ignite_train.ranks.fsdp import FSDPCrossing, check_sharding, spans_all_ranks
 from ignite_train.ranks.members import Members, check_elastic
 from ignite_train.ranks.mesh import MeshCrossing
@@ -59,7 +59,7 @@ def crossing_for(
     one_of("reduction", name, get_args(ReductionName))
     carried = Carried() if carried is None else carried
     if name == "elastic":
-        return _elastic(model)
+        return _elastic(model, Placeholders(model, carried), in_each=in_each)
     if isinstance(model, DataParallel):
         raise TypeError("model must not be a DataParallel, whose replicas are threads; run one process for each device instead")
     data_ranks = data_ranks_of_any(model, data_dims)
@@ -78,15 +78,16 @@ def crossing_for(
     return PlaceholderCrossing(crossing, Placeholders(crossing.module, carried))
 
 
-def _elastic(model: nn.Module) -> ElasticCrossing:
+def _elastic(model: nn.Module, placeholders: Placeholders, *, in_each: bool) -> ElasticCrossing | ElasticShardsCrossing:
     lighthouse = check_elastic()
-    kinds = (DataParallel, DistributedDataParallel, FSDPModule)
-    wrapped = next((one for one in model.modules() if isinstance(one, kinds)), None)
-    if wrapped is not None or collectives.world_size() > 1:
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    wrapped = next((one for one in model.modules() if isinstance(one, (DataParallel, DistributedDataParallel))), None)
+    if wrapped is not None or (collectives.world_size() > 1 and not sharded):
         got = f"{collectives.world_size()} ranks" if wrapped is None else f"a {type(wrapped).__name__} in it"
         raise ValueError(
             f"model must be a plain module in a process of its own for reduction='elastic', got {got}; pass the module without "
-            "its wrapper, and start each replica without a process group, as python -m ignite_train.elastic does"
+            "its wrapper, and start each replica without a process group, as python -m ignite_train.elastic does, or apply "
+            "fully_shard to it"
         )
     moving = next((name for name, _ in model.named_buffers() if name.endswith("running_mean")), None)
     if moving is not None:
@@ -94,7 +95,15 @@ def _elastic(model: nn.Module) -> ElasticCrossing:
             f"model must have no running statistics for reduction='elastic', got {moving!r}, which each replica would "
             "take of its own samples; use GroupNorm or LayerNorm, or track_running_stats=False"
         )
-    return ElasticCrossing(model, Members(lighthouse))
+    if not sharded:
+        return ElasticCrossing(model, Members(lighthouse))
+    _check_sharded(model)
+    if not spans_all_ranks(model):
+        raise ValueError(
+            "model must be sharded by fully_shard alone, over all ranks of its replica, for reduction='elastic', got a mesh of "
+            "several dimensions or DTensors of another kind; give fully_shard a mesh of one dimension, or none"
+        )
+    return ElasticShardsCrossing(model, placeholders, Members(lighthouse), in_each=in_each)
 
 
 def data_ranks_of_any(model: nn.Module, data_dims: Sequence[str] | None) -> DataRanks:
@@ -170,6 +179,12 @@ def _sharded(
 ) -> FSDPCrossing:
     if name not in ("auto", "fsdp"):
         raise ValueError(f"reduction must be 'auto' or 'fsdp' for a model that fully_shard was applied to, got {name!r}")
+    _check_sharded(model)
+    return FSDPCrossing(model, placeholders, data_ranks, in_each=in_each)
+
+
+def _check_sharded(model: nn.Module) -> None:
+    """Sees to it that FSDP2 reduces all gradients of `model`."""
     if isinstance(model, (nn.ModuleDict, nn.ModuleList)):
         raise TypeError(
             f"model must have a forward of its own to be sharded as a whole, got a {type(model).__name__}; make it a module "
@@ -186,7 +201,6 @@ def _sharded(
             "not sharded; its gradient would not cross the ranks"
         )
     check_sharding(model)
-    return FSDPCrossing(model, placeholders, data_ranks, in_each=in_each)
 
 
 def _hooked(model: nn.Module, ddp: DistributedDataParallel, name: ReductionName) -> Crossing:

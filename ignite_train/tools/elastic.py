@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,32 +33,50 @@ _FIRST_SIGNAL_SECONDS = 30.0  # between a signal that is passed on and SIGKILL
 
 @dataclass
 class _Replica:
-    """A process, and how those before it have ended.
+    """The processes of a replica, one for each rank, and how those before them have ended.
 
     Attributes:
-        process: the one that runs, or has ended last.
-        begun: when it was started, in seconds of the monotonic clock.
+        processes: those that run, or have ended last.
+        begun: when they were started, in seconds of the monotonic clock.
         at_once: how many in a row have ended soon after they were started.
-        stopped: since when the process has been stopped, as by SIGSTOP, on the same clock; None while it runs.
+        stopped: since when a process has been stopped, as by SIGSTOP, on the same clock; None while all run.
     """
 
-    process: subprocess.Popen[bytes]
+    processes: list[subprocess.Popen[bytes]]
     begun: float
     at_once: int = 0
     stopped: float | None = None
+
+    def code(self) -> int | None:
+        """The status with which it has ended, None while it runs. Where one rank has failed, the others are killed first."""
+        codes = [process.poll() for process in self.processes]
+        failed = min(filter(None, codes), default=None)  # a signal, rather than the error of those that have lost that rank
+        if failed is not None:
+            self.kill()
+        return failed if failed is not None or None in codes else 0
+
+    def kill(self) -> None:
+        """Kills what runs, and waits until it has ended."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
 
 
 class ElasticLauncher:
     """A lighthouse on this machine, which listens on loopback only, and replicas of one script.
 
-    A replica that ends with an error, or is killed, is started again and joins the others. One that was stopped, as by SIGSTOP,
+    A replica is one process, or several ranks, which find one another by the environment as those of torchrun do. One that ends
+    with an error, or is killed, is started again and joins the others. One that was stopped, as by SIGSTOP,
     for `hang_seconds` is killed (where Python can see it: not on macOS before Python 3.13). When the last update is made, none
     is started again, unless the script begins another run; when one has ended without an error, the others have a minute to
-    end. SIGINT and SIGTERM are passed on to all of them, and none is started again.
+    end. SIGINT and SIGTERM are passed on to all of them, and none is started again. If a rank of a replica ends with an error
+    or is stopped, this counts for the replica, and its other ranks are killed.
 
     Args:
         command: what each replica runs, such as `[sys.executable, "train.py"]`.
         num_replicas: how many.
+        num_ranks: how many processes each of them has.
         min_replicas: with fewer the run waits.
         heartbeat_ms: a replica that was not heard of for so long is lost.
         join_ms: how long replicas that ask for an update wait for a live replica that does not ask, before they continue
@@ -65,7 +84,7 @@ class ElasticLauncher:
         hang_seconds: how long a replica may keep the others waiting in an update before it is taken for lost.
 
     Attributes:
-        replicas: the processes, by their numbers.
+        replicas: by their numbers.
         num_restarts: how often one was started again.
 
     Raises:
@@ -77,6 +96,7 @@ class ElasticLauncher:
         command: Sequence[str],
         num_replicas: int,
         *,
+        num_ranks: int = 1,
         min_replicas: int = 1,
         heartbeat_ms: int = 1000,
         join_ms: int = 60_000,
@@ -87,6 +107,7 @@ class ElasticLauncher:
         from torchft.coordination import LighthouseServer
 
         self._command, self._num = list(command), positive_int("replicas", num_replicas)
+        self._num_ranks = positive_int("ranks", num_ranks)
         self._hang_seconds = real_number("hang_seconds", hang_seconds, above=0)
         if positive_int("min_replicas", min_replicas) > num_replicas:
             raise ValueError(f"min_replicas must be at most replicas={num_replicas}, got {min_replicas}: the run would wait")
@@ -117,9 +138,7 @@ class ElasticLauncher:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for replica in self.replicas.values():
-            with suppress(ProcessLookupError):
-                replica.process.kill()
-            replica.process.wait()
+            replica.kill()
         self._lighthouse.shutdown()
         self._directory.cleanup()
 
@@ -127,12 +146,12 @@ class ElasticLauncher:
         """Waits until all replicas have ended, and starts again what dies. Gives the status to end with."""
         while not self.look():
             time.sleep(_POLL_SECONDS)
-        codes = [replica.process.returncode for replica in self.replicas.values()]
+        codes = [replica.code() or 0 for replica in self.replicas.values()]
         return 0 if 0 in codes else next((128 - code if code < 0 else code for code in codes), 0)
 
     def look(self) -> bool:
         """Looks at each replica once, and starts again what has died. Gives whether all have ended for good."""
-        codes = {number: replica.process.poll() for number, replica in self.replicas.items()}
+        codes = {number: replica.code() for number, replica in self.replicas.items()}
         is_over = self._ended.exists()  # the run, and perhaps not yet what the script does after it
         if self._stops_at is None and 0 in codes.values():
             self._stops_at = time.monotonic() + _GRACE_SECONDS
@@ -143,13 +162,13 @@ class ElasticLauncher:
                 self._look_whether_stopped(number)
         if self._stops_at is not None and time.monotonic() > self._stops_at:
             self.send(signal.SIGKILL)
-        return all(replica.process.poll() is not None for replica in self.replicas.values())
+        return all(replica.code() is not None for replica in self.replicas.values())
 
     def send(self, number: int) -> None:
-        """Sends a signal to each replica that runs."""
-        for replica in self.replicas.values():
+        """Sends a signal to each process that runs."""
+        for process in (process for replica in self.replicas.values() for process in replica.processes):
             with suppress(ProcessLookupError):
-                replica.process.send_signal(number)
+                process.send_signal(number)
 
     def pass_on(self, number: int, _frame: FrameType | None = None) -> None:
         """Sends a signal to each replica, after which none is started again."""
@@ -158,17 +177,19 @@ class ElasticLauncher:
 
     def _start(self, number: int) -> _Replica:
         environment = {**self._environment, "IGNITE_TRAIN_REPLICA": str(number)}
-        return _Replica(subprocess.Popen(self._command, env=environment), time.monotonic())  # noqa: S603  # the user's command
+        ranks = _environments(self._num_ranks) if self._num_ranks > 1 else [{}]
+        processes = [subprocess.Popen(self._command, env=environment | rank) for rank in ranks]  # noqa: S603  # the user's command
+        return _Replica(processes, time.monotonic())
 
     def _look_whether_stopped(self, number: int) -> None:
         replica, now = self.replicas[number], time.monotonic()
-        if not _is_stopped(replica.process):
+        if not any(map(_is_stopped, replica.processes)):
             replica.stopped = None
         elif replica.stopped is None:
             replica.stopped = now
         elif now - replica.stopped > self._hang_seconds:
             _logger.warning(f"replica {number} has been stopped for {self._hang_seconds:g} s and is killed")
-            replica.process.kill()
+            replica.kill()
 
     def _start_again(self, number: int, code: int | None) -> None:
         before = self.replicas[number]
@@ -182,6 +203,15 @@ class ElasticLauncher:
         self.num_restarts += 1
         self.replicas[number] = self._start(number)
         self.replicas[number].at_once = at_once
+
+
+def _environments(num_ranks: int) -> list[dict[str, str]]:
+    """The variables by which the ranks of a replica that is started now find one another, named as torchrun names them."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    size = str(num_ranks)
+    of_all = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    return [of_all | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
 
 
 def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
@@ -198,6 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m ignite_train.elastic", description=__doc__)
     parser.add_argument("--replicas", type=int, required=True, help="how many processes train together")
+    parser.add_argument("--ranks", type=int, default=1, help="how many processes each replica has, for a model in fully_shard")
     parser.add_argument("--min-replicas", type=int, default=1, help="with fewer the run waits")
     parser.add_argument("--heartbeat-ms", type=int, default=1000, help="a replica not heard of for so long is lost")
     parser.add_argument(
@@ -213,6 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         launcher = ElasticLauncher(
             [sys.executable, given.script, *given.arguments],
             given.replicas,
+            num_ranks=given.ranks,
             min_replicas=given.min_replicas,
             heartbeat_ms=given.heartbeat_ms,
             join_ms=given.join_ms,

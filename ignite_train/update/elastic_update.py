@@ -10,7 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from ignite_train.errors import MembersChangedError, NoQuorumError
-from ignite_train.ranks.elastic import ElasticCrossing
+from ignite_train.ranks import collectives
+from ignite_train.ranks.elastic import ElasticCrossing, ElasticShardsCrossing
 from ignite_train.ranks.members import Members
 from ignite_train.trainer import Trainer
 from ignite_train.update.update import Update
@@ -41,7 +42,7 @@ class ElasticUpdate(Update):
     def __post_init__(self) -> None:
         super().__post_init__()
         crossing = self.gather.crossing
-        assert isinstance(crossing, ElasticCrossing)  # noqa: S101  # `create` has paired them
+        assert isinstance(crossing, (ElasticCrossing, ElasticShardsCrossing))  # noqa: S101  # `create` has paired them
         self.members = crossing.members
         self.mark_everything()
 
@@ -115,7 +116,7 @@ class ElasticUpdate(Update):
     def _note(self, trainer: Trainer) -> None:
         """Tells the parts who this replica is among the members, and the metrics how many there are."""
         if self.gather.passes.seeding is not None:
-            self.gather.passes.seeding.rank = self.members.rank
+            self.gather.passes.seeding.rank = self.members.rank * collectives.world_size() + collectives.rank()
         trainer.state.metrics["replicas"] = self.members.size
         trainer.state.metrics["updates_made_again"] = self.members.num_changes
 

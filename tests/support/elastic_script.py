@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from ignite.engine import Events
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from ignite_train import (
     ForwardOutput,
@@ -52,8 +55,20 @@ def make_model() -> nn.Module:
 
 
 def make_optimizer(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)  # stable: rounding stays small
+    optimizer: torch.optim.Optimizer
+    if "ADAMW" in os.environ:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)  # stable: rounding stays small
     return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+
+
+def shard(model: nn.Module) -> None:
+    """Shares the model out to the ranks of the replica."""
+    dist.init_process_group("gloo")
+    for layer in model.children():
+        fully_shard(layer)
+    fully_shard(model)
 
 
 class History(Piggyback):
@@ -100,7 +115,9 @@ class History(Piggyback):
 
 
 def values(model: nn.Module) -> dict[str, Any]:
-    return {name: value.tolist() for name, value in model.state_dict().items()}
+    """Collective over the ranks of a replica."""
+    state = model.state_dict().items()
+    return {name: (value.full_tensor() if isinstance(value, DTensor) else value).tolist() for name, value in state}
 
 
 def tell_places(trainer: Any, optimizer: torch.optim.Optimizer, history: History, reach: Callable[[str], None]) -> None:
@@ -174,6 +191,8 @@ def main(
 ) -> None:
     torch.manual_seed(int.from_bytes(os.urandom(4), "little"))  # replicas begin with other weights, and become equal
     model, history = make_model(), History(number)
+    if "RANK" in os.environ:
+        shard(model)
     optimizer, schedule = make_optimizer(model)
 
     def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
@@ -200,7 +219,8 @@ def main(
             trainer.terminate()
 
     options = UpdateOptions(reduction="elastic")
-    trainer = create_trainer(model, optimizer, forward, accumulation_steps=2, seed=5, options=options)
+    limit = float(os.environ["CLIPS"]) if "CLIPS" in os.environ else None
+    trainer = create_trainer(model, optimizer, forward, accumulation_steps=2, max_grad_norm=limit, seed=5, options=options)
     history.trainer = trainer
     trainer.piggybacks.append(history)
     trainer.add_event_handler(Events.ITERATION_STARTED, keep_start)
@@ -214,6 +234,8 @@ def main(
         HangWatch(timeout_seconds=4).attach(trainer)
     trainer.run(make_loader(batches, number), max_epochs=epochs)
     end = {"parameters": values(model), "updates": history.updates, "start": history.start, "steps": trainer.state.num_steps}
+    if os.environ.get("RANK", "0") != "0":
+        return
     path = Path(directory) / f"{os.environ['IGNITE_TRAIN_REPLICA']}-{os.getpid()}.json"
     path.with_suffix(".part").write_text(json.dumps(end))
     path.with_suffix(".part").rename(path)
