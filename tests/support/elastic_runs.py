@@ -4,10 +4,11 @@ A deck of cards says who dies: each card is a place in the code, a signal and ho
 when it is started, and plays it when it comes to the place; a card that was not played goes back. Replicas are forked from this
 process, which has imported torch and started no thread, so that to start one costs a tenth of a second.
 
-    python tests/support/elastic_runs.py DIRECTORY SEED REPLICAS CARDS BATCHES [lighthouse | lonely | dark | frozen]
+    python tests/support/elastic_runs.py DIRECTORY SEED REPLICAS CARDS BATCHES [lighthouse | shards | lonely | dark | frozen]
 
 writes what the replicas that have ended wrote, and `kills`: how many were killed, and the cards that were played. `lighthouse`
-kills the lighthouse three times in between; for the others, in which no card is played, see `run_in_vain`.
+kills the lighthouse three times in between; with `shards` each replica is two ranks, one of which plays its card, and ends as a
+whole; for the others, in which no card is played, see `run_in_vain`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -24,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +160,7 @@ class Runner:
         batches: the kind of batches, see `elastic_script`.
         lighthouse_deaths: how often the lighthouse is killed too, and started again at its address.
         min_replicas: with fewer the run waits.
+        num_ranks: how many processes a replica is, one of which holds its card.
     """
 
     def __init__(
@@ -169,7 +173,9 @@ class Runner:
         *,
         lighthouse_deaths: int = 0,
         min_replicas: int = 1,
+        num_ranks: int = 1,
     ) -> None:
+        self._num_ranks, self._ranks = num_ranks, dict[int, list[int]]()  # those that run, by the one that holds the card
         self._deaths, self._min, self._next_death = lighthouse_deaths, min_replicas, 0.0
         self._lighthouse, self._port = 0, 0
         self._directory, self._num, self._batches = directory, num_replicas, batches
@@ -198,7 +204,7 @@ class Runner:
                 self._kill_lighthouse()
                 time.sleep(0.01)
         finally:
-            for process in (*self._running, *self._stopped, self._lighthouse):
+            for process in (*chain(*self._ranks.values()), *self._stopped, self._lighthouse):
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
                     os.waitpid(process, 0)
@@ -209,8 +215,11 @@ class Runner:
         if self._cards and len(self._dealt) < self._num - 1:
             card = next((card for card in self._cards if self._may_have(number, card)), None)
         self._births[number] += 1
-        process, self._started = fork(lambda: self._be(number, card)), time.monotonic()
-        self._running[process] = number
+        chosen, port, ranks = self._draw.randrange(self._num_ranks), free_port(), list[int]()
+        for rank in range(self._num_ranks):
+            ranks.append(fork(lambda rank=rank: self._be(number, card if rank == chosen else None, rank, port)))
+        process, self._started = ranks[chosen], time.monotonic()
+        self._running[process], self._ranks[process] = number, ranks
         (self._directory / f"process-{number}").write_text(str(process))
         if card is not None:
             self._cards.remove(card)
@@ -220,7 +229,10 @@ class Runner:
         """The first replica heals the others, and only one that comes later is healed."""
         return {"healing another": number == 0, "being healed": self._births[number] > 0}.get(card.place, True)
 
-    def _be(self, number: int, card: Card | None) -> None:
+    def _be(self, number: int, card: Card | None, rank: int, port: int) -> None:
+        if self._num_ranks > 1:
+            of_all = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(self._num_ranks)}
+            os.environ |= of_all | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         os.environ["IGNITE_TRAIN_REPLICA"] = str(number)
         os.environ["SAVES"] = f"{number}-{self._stops[number]}"  # what is stopped holds the lock of its own
         torch.set_num_threads(1)
@@ -229,13 +241,14 @@ class Runner:
 
     def _look(self) -> None:
         for process in list(self._running):
-            found, status = os.waitpid(process, os.WNOHANG | os.WUNTRACED)
-            if not found:
+            ended = self._end_of(process)
+            if ended is None:
                 continue
+            first, status = ended
             number, self._latest = self._running.pop(process), time.monotonic()
             self._take_back(process)
             if os.WIFSTOPPED(status):  # for ever; another one takes its place
-                self._stopped.append(process)
+                self._stopped.append(first)
                 self._stops[number] += 1
                 self.num_killed += 1
             elif os.WIFSIGNALED(status):
@@ -256,9 +269,26 @@ class Runner:
                 os.kill(self._draw.choice(candidates), signal.SIGKILL)
                 self._started = time.monotonic()
 
+    def _end_of(self, process: int) -> tuple[int, int] | None:
+        """The rank with which a replica has ended, and how; None while it runs. The other ranks are killed."""
+        left, ended = self._ranks[process], list[tuple[int, int]]()
+        for rank in list(left):
+            found, status = os.waitpid(rank, os.WNOHANG | os.WUNTRACED)
+            if found:
+                left.remove(rank)
+                ended.append((rank, status))
+        # A rank that has lost another one ends with an error.
+        failed = sorted((one for one in ended if one[1]), key=lambda one: os.WIFEXITED(one[1]))
+        if left and not failed:
+            return None
+        for rank in self._ranks.pop(process):
+            os.kill(rank, signal.SIGKILL)
+            os.waitpid(rank, 0)
+        return (failed or ended)[0]
+
     def _describe(self) -> str:
         """What a run looks like that has not ended; each replica writes to stderr where it stands."""
-        for process in self._running:
+        for process in chain(*self._ranks.values()):
             os.kill(process, signal.SIGUSR1)
             time.sleep(1.0)
         held = {number: self._dealt.get(process) for process, number in self._running.items()}
@@ -282,6 +312,13 @@ class Runner:
             self.played.append(card)
         else:
             self._cards.append(card)
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
 
 
 def fork(work: Callable[[], None]) -> int:
@@ -399,11 +436,12 @@ if __name__ == "__main__":
 
     where, (seed, replicas, cards), kind = Path(sys.argv[1]), map(int, sys.argv[2:5]), sys.argv[5]
     more = sys.argv[6:]
-    if more and more != ["lighthouse"]:
+    if more and more not in (["lighthouse"], ["shards"]):
         sys.exit(run_in_vain(where, replicas, *more))
     least = 2 if seed % 4 == 3 and replicas > 2 else 1
     deaths = 3 if more == ["lighthouse"] else 0
-    runner = Runner(where, seed, replicas, cards, kind, lighthouse_deaths=deaths, min_replicas=least)
+    num = 2 if more == ["shards"] else 1
+    runner = Runner(where, seed, replicas, cards, kind, lighthouse_deaths=deaths, min_replicas=least, num_ranks=num)
     runner.run()
     told = [[card.place, signal.Signals(card.signal).name, card.how] for card in runner.played]
     (where / "kills").write_text(json.dumps({"number": runner.num_killed, "played": told, "errors": runner.num_errors}))
