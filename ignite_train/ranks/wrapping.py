@@ -98,7 +98,8 @@ def _elastic(model: nn.Module, placeholders: Placeholders, *, in_each: bool) -> 
     if not sharded:
         return ElasticCrossing(model, Members(lighthouse))
     _check_sharded(model)
-    if not spans_all_ranks(model):
+    is_hybrid = any(parameter.device_mesh.ndim > 1 for parameter in model.parameters() if isinstance(parameter, DTensor))
+    if is_hybrid or not spans_all_ranks(model):
         raise ValueError(
             "model must be sharded by fully_shard alone, over all ranks of its replica, for reduction='elastic', got a mesh of "
             "several dimensions or DTensors of another kind; give fully_shard a mesh of one dimension, or none"

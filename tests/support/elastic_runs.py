@@ -424,6 +424,8 @@ def check(ends: list[Any], samples: int = 96) -> None:
         x, y = (torch.stack([sample[part] for sample in taken]) for part in (1, 2))
         optimizer.zero_grad()
         ((model(x) - y).square().sum() / len(taken)).backward()
+        if "CLIPS" in os.environ:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), float(os.environ["CLIPS"]))
         optimizer.step()
         schedule.step()
     for name, value in model.state_dict().items():
