@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_elastic import FewMembers, forward, loader
 from test_elastic_kills import CARDS, ends_of, run
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import elastic_runs
 import elastic_script
-from ignite_train import MembersChangedError, UpdateOptions, create_trainer
+from ignite_train import MembersChangedError, TrainEvents, UpdateOptions, create_trainer
 from ignite_train.ranks import collectives, members, wrapping
 from ranks import run_ranks
 from tiers import nightly, slow
@@ -127,6 +128,41 @@ def test_a_model_that_is_not_sharded_over_all_ranks_is_refused() -> None:
     assert "\n" not in plain + hybrid
 
 
+class OneReplica(FewMembers):
+    """Stands in for `Members`: this replica alone, with changes at given updates."""
+
+    def sum(self, tensors: list[Tensor]) -> None:
+        pass
+
+
+def trained_on_two_ranks(changes: dict[int, int] | None) -> tuple[list[Tensor], list[Any], int]:
+    """Two epochs of a model with dropout, of a loader of which one rank has one micro-batch more than the other."""
+    wrapping.check_elastic, wrapping.Members = lambda: NOWHERE, lambda _: OneReplica(changes)  # type: ignore[assignment, misc]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    options = UpdateOptions(reduction="auto" if changes is None else "elastic")
+    trainer = create_trainer(
+        model, optimizer, forward, accumulation_steps=2, max_grad_norm=1.0, seed=1, protect=False, options=options
+    )
+    records: list[Any] = []
+    trainer.add_event_handler(TrainEvents.STEP_COMPLETED, lambda: records.append(trainer.state.update_output))
+    trainer.run(loader(), max_epochs=2)
+    made_again = trainer.state.metrics.get("updates_made_again", 0)
+    return [parameter.full_tensor() for parameter in model.parameters()], records, made_again
+
+
+def test_a_replica_alone_trains_as_without_others() -> None:
+    """Bitwise as by `fully_shard` alone, also where updates are made again: all that an update does is taken back."""
+    plain, elastic = (run_ranks(trained_on_two_ranks, changes) for changes in (None, {0: 1, 3: 2, 5: 1}))
+
+    for (others, records_of_others, _), (parameters, records, made_again) in zip(plain, elastic, strict=True):
+        assert made_again == 4
+        assert records == records_of_others
+        assert all(map(torch.equal, parameters, others))
+
+
 # --- the launcher ---
 
 
@@ -162,16 +198,22 @@ def test_the_launcher_ends_a_replica_as_one(tmp_path: Path) -> None:
 
 
 def train(directory: Path, samples: int, death: tuple[int, int, int] | None = None) -> ElasticLauncher:
-    """Trains two replicas of two ranks. `death`: a replica and a rank in it get this signal once they have begun."""
-    command = [sys.executable, elastic_script.__file__, str(directory), "3", str(samples), "0.02", "samples"]
+    """Trains two replicas of two ranks for three epochs.
+
+    With `death`, a replica and a rank in it get this signal once they have begun, and the run ends when it has come again.
+    """
+    epochs = "3" if death is None else "1000"
+    command = [sys.executable, elastic_script.__file__, str(directory), epochs, str(samples), "0.02", "samples"]
     with ElasticLauncher(command, 2, num_ranks=2, heartbeat_ms=1500, join_ms=10_000, hang_seconds=10) as launcher:
-        deadline = time.monotonic() + elastic_runs.SECONDS
+        deadline, killed = time.monotonic() + elastic_runs.SECONDS, False
         while not launcher.look():
             assert time.monotonic() < deadline, "the replicas have not ended"
-            if death is not None and (directory / "begun").exists():
-                replica, rank, number = death
-                os.kill(launcher.replicas[replica].processes[rank].pid, number)
-                death = None
+            if death is not None and launcher.num_restarts:
+                if (directory / f"made-{launcher.replicas[death[0]].processes[0].pid}").exists():
+                    (directory / "enough").touch()
+            elif death is not None and (directory / "begun").exists() and not killed:
+                os.kill(launcher.replicas[death[0]].processes[death[1]].pid, death[2])
+                killed = True
             time.sleep(0.02)
     return launcher
 
@@ -198,10 +240,11 @@ def test_replicas_of_two_ranks_make_the_update_of_one_process(
     [nightly(0, signal.SIGKILL), slow(1, signal.SIGKILL), nightly(0, signal.SIGSTOP), nightly(1, signal.SIGSTOP)],
 )
 def test_a_replica_that_has_lost_a_rank_is_lost(tmp_path: Path, rank: int, number: int) -> None:
-    """The launcher ends it, also where the rank is only suspended, and the other replica continues."""
+    """The launcher ends it, also where the rank is only suspended; the other replica continues, and heals it."""
     launcher = train(tmp_path, 96, (1, rank, number))
 
     assert launcher.num_restarts > 0
+    assert len(ends_of(tmp_path)) == 2
     elastic_runs.check(ends_of(tmp_path))
 
 

@@ -216,6 +216,7 @@ def main(
     def say_begun(trainer: Any) -> None:
         if trainer.state.iteration == 2:
             (Path(directory) / "begun").touch()
+        (Path(directory) / f"made-{os.getpid()}").touch()
         if (Path(directory) / "enough").exists():
             trainer.terminate()
 
