@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import elastic_runs
 import elastic_script
-from ignite_train import MembersChangedError, TrainEvents, UpdateOptions, create_trainer
+from ignite_train import MembersChangedError, TrainEvents, UnlikeParametersError, UpdateOptions, create_trainer
 from ignite_train.ranks import collectives, members, wrapping
 from ranks import run_ranks
 from tiers import nightly, slow
@@ -161,6 +161,28 @@ def test_a_replica_alone_trains_as_without_others() -> None:
         assert made_again == 4
         assert records == records_of_others
         assert all(map(torch.equal, parameters, others))
+
+
+def use_other_parameters_on_each_rank() -> None:
+    wrapping.check_elastic, wrapping.Members = lambda: NOWHERE, lambda _: OneReplica()  # type: ignore[assignment, misc]
+
+    class OneOfTwo(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)]).double()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.parts[collectives.rank()](x)
+
+    model = fully_shard(OneOfTwo())
+    optimizer, elastic = torch.optim.SGD(model.parameters(), lr=0.1), UpdateOptions(reduction="elastic")
+    with pytest.raises(UnlikeParametersError):
+        create_trainer(model, optimizer, forward, seed=1, options=elastic).run(loader(), max_epochs=1)
+
+
+def test_ranks_of_a_replica_that_use_other_parameters_are_told() -> None:
+    """As with `fully_shard` alone, which would add up gradients of different parameters without a word."""
+    run_ranks(use_other_parameters_on_each_rank)
 
 
 # --- the launcher ---
