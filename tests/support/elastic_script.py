@@ -32,7 +32,7 @@ from ignite_train import (
     create_evaluator,
     create_trainer,
 )
-from ignite_train.handlers import Checkpoint, EarlyStopping, HangWatch, LearningRateSchedule, Validation
+from ignite_train.handlers import Checkpoint, EarlyStopping, FailureBoard, HangWatch, LearningRateSchedule, Validation
 
 
 class Samples(torch.utils.data.Dataset):
@@ -232,6 +232,9 @@ def main(
     if reach is not None:
         tell_places(trainer, optimizer, history, reach)
         validate_and_save(trainer, Path(directory), number, reach)
+    if "BOARDS" in os.environ:
+        FailureBoard().attach(trainer)
+        HangWatch(timeout_seconds=60).attach(trainer)
     if "HANGS" in os.environ:
         HangWatch(timeout_seconds=4).attach(trainer)
     trainer.run(make_loader(batches, number), max_epochs=epochs)
