@@ -51,8 +51,8 @@ nightly: $(INSTALLED)  ## the tests that take longer than the gate allows; PART=
 	$(COMPILED) $(BIN)/python -m pytest -q -m nightly $(PART)
 	test "$(PART)" != tests || $(MAKE) without-fast
 
-without-fast: $(INSTALLED)  ## the tests of `test` without the accelerations of fast/
-	IGNITE_TRAIN_FAST=0 $(COMPILED) $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal -p no:cacheprovider
+without-fast: $(INSTALLED)  ## the tests of `test` and `slow` without the accelerations of fast/
+	IGNITE_TRAIN_FAST=0 $(PYTEST) -p no:cacheprovider -m 'not nightly'
 
 mutants: $(INSTALLED)  ## change the library at random and see which changes no test notices; N=300 SEED=1 for others
 	$(BIN)/python tests/commands/mutants.py --slow --number $(N) --seed $(SEED) --jobs 2

@@ -1,6 +1,6 @@
 """How many instructions the processor executes in an update, counted by callgrind: other processes cannot disturb a count.
 
-    python benchmarks/instructions.py            # counts, and writes two of its tables into docs/performance.md
+    python benchmarks/instructions.py            # counts, and writes three tables into docs/performance.md
     python benchmarks/instructions.py --print    # only shows the tables
 
 Needs valgrind (`apt-get install valgrind`). The loops of `overhead.py` train its tiny network, with clipping, on one thread;
@@ -281,6 +281,16 @@ def loops_table(counts: dict[tuple[str, str, str | None], int]) -> str:
     return table(["loop", *(text for kind in kinds for text in (f"{kind}: thousand instructions", "ratio"))], rows)
 
 
+def default_table(counts: dict[int, dict[tuple[str, str, str | None], int]]) -> str:
+    """Ratios of what people write by default, for each number of micro-batches of an update."""
+    columns = [(kind, steps) for kind in DEFAULT_OPTIMIZERS for steps in counts]
+    rows = []
+    for loop in list(DEFAULT_LOOPS)[1:]:
+        ratios = [counts[steps][kind, loop, None] / counts[steps][kind, REFERENCE, None] for kind, steps in columns]
+        rows.append([loop, *(f"{ratio:.3f}" for ratio in ratios)])
+    return table(["loop", *(f"{kind}, {steps}" for kind, steps in columns)], rows)
+
+
 def watching_table(counts: dict[tuple[str, str, str | None], int]) -> str:
     """What `attach_defaults` adds to a bare trainer."""
     rows = []
@@ -300,7 +310,7 @@ def stages_table(counts: dict[tuple[str, str, str | None], int]) -> str:
 
 
 def write(text: str) -> None:
-    """Puts the tables of the stages and of what `attach_defaults` adds into their page."""
+    """Puts tables into their page."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(before + BEGIN + "\n" + text + "\n" + END + rest.partition(END)[2], encoding="utf-8")
 
@@ -319,13 +329,13 @@ def main(
     if shutil.which("valgrind") is None:
         print("Nothing was counted, since valgrind is not installed here.")
         return
-    for name, steps in BY_DEFAULT.items():
-        if by_default in (None, steps):
-            print(f"What people write {name}.\n\n{loops_table(count(name))}\n")
+    defaults = {steps: count(name) for name, steps in BY_DEFAULT.items() if by_default in (None, steps)}
+    for steps, found in defaults.items():
+        print(f"What people write by default, accumulation {steps}.\n\n{loops_table(found)}\n")
     if by_default is not None:
         return
     counts = count("")
-    if not counts:
+    if not counts or not all(defaults.values()):
         raise typer.Exit(1)
     for name in peers.installed(PEERS):
         if only in name:
@@ -337,7 +347,11 @@ def main(
     print(f"\nThousand instructions of each stage.\n\n{budget}")
     if not show:
         network = f"an update of three small linear layers; torch {torch.__version__}"
-        write(f"Thousand instructions of {network}.\n\n{budget}\n\nWhat `attach_defaults` adds to it.\n\n{watching}\n")
+        write(
+            f"Thousand instructions of {network}.\n\n{budget}\n\nWhat `attach_defaults` adds to it.\n\n{watching}\n\n"
+            "What people write by default, with optimizers that are not fused: instructions of an update of 1, 4 and 16 "
+            f"micro-batches, to those of the loop by hand.\n\n{default_table(defaults)}\n"
+        )
 
 
 if __name__ == "__main__":

@@ -74,7 +74,8 @@ class Checkpoint(Handler):
     more, and looked at as a resumed run would.
 
     Args:
-        directory: where the checkpoints of this run are written.
+        directory: where the checkpoints of this run are written. A URL, such as `"s3://bucket/run"`, stands for
+            `~/.cache/ignite_train/s3/bucket/run` (`XDG_CACHE_HOME` in place of `~/.cache` if that is set) with that `mirror`.
         every: save every N updates.
         every_seconds: save when this many seconds have passed since the last save (rank 0's clock).
         every_epochs: save every N epochs; 1 if neither this nor `every` nor `every_seconds` is given. The end of a run is
@@ -159,11 +160,7 @@ class Checkpoint(Handler):
         mirror: str | None = None,
     ) -> None:
         refuse_other_systems()
-        if "://" in str(directory):
-            raise ValueError(
-                f"directory must be a path on a disk, got {directory!r}; write Checkpoint('some/path', mirror={directory!r})"
-            )
-        self.directory = directory_of("directory", directory).absolute()
+        self.directory, copies = _on_disk(directory, mirror)
         if score is None and (mode is not None or keep_best != 1):
             name, value = ("mode", mode) if mode is not None else ("keep_best", keep_best)
             raise ValueError(f"{name} must be left out without a score, got {value!r}; write score='loss', say, beside it")
@@ -183,7 +180,7 @@ class Checkpoint(Handler):
             asynchronous=asynchronous,
             warns=one_of("on_error", on_error, ("raise", "warn")) == "warn",
             give_up_after=positive_int("give_up_after", give_up_after),
-            mirror=None if mirror is None else Mirror(mirror),
+            mirror=copies,
         )
         self.to_save, self.config = checked_objects({} if to_save is None else to_save), mapping_of("config", config)
         self.on_changed_data = one_of("on_changed_data", on_changed_data, ("raise", "warn"))
@@ -486,3 +483,16 @@ class Checkpoint(Handler):
 
 def _lower_is_better(score: str | None, mode: Literal["min", "max"] | None) -> bool:
     return score is None or score_mode(score, mode, of="Checkpoint") == "min"
+
+
+def _on_disk(directory: str | Path, mirror: str | None) -> tuple[Path, Mirror | None]:
+    """The directory on the disk, and the store that its checkpoints are copied to."""
+    protocol, found, rest = str(directory).partition(":/")
+    if not found or len(protocol) < 2 or "/" in protocol:
+        return directory_of("directory", directory).absolute(), None if mirror is None else Mirror(mirror)
+    if mirror is not None:
+        raise ValueError(f"directory must be a path on a disk where mirror={mirror!r} is given, got {directory!r}")
+    if not rest.startswith("/"):  # as Path makes it
+        raise ValueError(f"directory must be a string where it is a URL, got {directory!r}; write '{protocol}://{rest}'")
+    copies = Mirror(str(directory))
+    return directory_of("directory", copies.cache).absolute(), copies

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from ignite_train.arguments import describe
 from ignite_train.checkpoint.directory import CheckpointDirectory, Exchange, refuse_unreadable, together
@@ -72,6 +73,12 @@ class Mirror:
 
     def __str__(self) -> str:
         return f"the mirror {self.url}"
+
+    @property
+    def cache(self) -> Path:
+        """Where on the disk a run that names this URL alone has its checkpoints: under its path, in the user's cache."""
+        parts = [quote(part) for part in self.url.replace("://", "/").split("/") if part not in ("", ".", "..")]
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ignite_train" / "/".join(parts)
 
     # --- from the directory to the store ----------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ class Samples(torch.utils.data.Dataset[Any]):
         return torch.arange(4) * 0.1 + index * 0.3
 
 
-def build(directory: Path, url: str, **options: Any) -> tuple[Trainer, Checkpoint]:
+def build(directory: Path | str, url: str | None, **options: Any) -> tuple[Trainer, Checkpoint]:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -612,11 +612,15 @@ def test_the_run_that_was_started_last_is_the_one_that_writes(here: Path, store:
 
 def test_what_a_mirror_may_be(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told in one line when it is named."""
-    for directory in ("s3://bucket/run", "memory://run"):
-        with pytest.raises(
-            ValueError, match=rf"^directory must be a path on a disk, got '{directory}'; write .*mirror='{directory}'\)$"
-        ):
-            Checkpoint(directory)
+    with pytest.raises(
+        ValueError, match=r"^directory must be a path on a disk where mirror='memory://one' is given, got 'memory://two'$"
+    ):
+        Checkpoint("memory://two", mirror="memory://one")
+    with pytest.raises(
+        ValueError,
+        match=r"^directory must be a string where it is a URL, got PosixPath\('s3:/bucket/run'\); write 's3://bucket/run'$",
+    ):
+        Checkpoint(Path("s3://bucket/run"))
     with pytest.raises(ValueError, match=r"^mirror must be a URL such as 's3://bucket/run', got 's3:/bucket'$"):
         Checkpoint(here, mirror="s3:/bucket")
     with pytest.raises(TypeError, match=r"^mirror must be a URL such as 's3://bucket/run', got 3 of type int$"):
@@ -628,6 +632,29 @@ def test_what_a_mirror_may_be(here: Path, monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(ValueError, match=rf"^mirror='{url}' needs a package that is not installed: .*ignite_train\[s3\]'$"):
             Checkpoint(here, mirror=url)
         monkeypatch.undo()
+
+
+def test_a_url_in_place_of_a_directory(here: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are written into the user's cache and copied; on a machine whose cache is empty the run continues."""
+    undisturbed = train(here / "whole", f"file://{store}-of-another")
+    begun: list[int] = []
+    for cache, updates in (("one", 2), ("two", UPDATES)):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(here / cache))
+        trainer, checkpoint = build(f"file://{store}", None)
+        assert checkpoint.directory == here / cache / "ignite_train" / "file" / store.relative_to("/")
+        assert checkpoint.saver.mirror is not None
+        assert checkpoint.saver.mirror.url == f"file://{store}"
+        trainer.add_event_handler(Events.STARTED, lambda made: begun.append(made.state.iteration))
+        trainer.run(loader(), max_iters=updates)
+        assert contents(store) == contents(checkpoint.directory)
+    assert begun == [0, 2]
+    assert bits(trainer) == bits(undisturbed)
+
+
+def test_the_cache_of_a_url_has_no_secrets_and_stays_where_it_is(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(here))
+    assert Checkpoint("memory://bucket/../a b/run/").directory == here / ".cache/ignite_train/memory/bucket/a%20b/run"
 
 
 def test_a_mirror_is_shown(here: Path) -> None:
