@@ -92,10 +92,8 @@ class ElasticShardsCrossing(FSDPCrossing):
         self.members.confirm()
         statistics.ranks = _AllRanksOfAll(self.members)
         cut = [*buckets(_trainable(gradients), gradient_dtype)]
-        self._complete(gradients)
-        self._same_parameters.look(gradients, self._used)
-        # A replica without samples has no gradients, so that only its own ranks are compared.
-        self._same_parameters.on_reduced(collectives.total(self._same_parameters.payload()))
+        self.complete(gradients)
+        self.compare_parameters(gradients)  # within the replica, since one without samples has no gradients
         flats = [join_parts(bucket) for bucket in cut]
         vector = statistics.pack(*outgoing)
         if vector is not None:

@@ -89,6 +89,16 @@ class FSDPCrossing(MeshCrossing):
         self._has_begun = False
         super().close(applied=applied)
 
+    def compare_parameters(self, gradients: Gradients) -> None:
+        """Does what else travels with the statistics: compares of which parameters the ranks have gradients. Collective.
+
+        Raises:
+            UnlikeParametersError: some ranks have gradients of other parameters than the rest.
+        """
+        same = self._same_parameters
+        same.look(gradients, self._used)
+        same.on_reduced(collectives.total(same.payload()))
+
     def _riders(self, gradients: Gradients) -> list[Piggyback]:
         self._same_parameters.look(gradients, self._used)
         return [*super()._riders(gradients), self._same_parameters]

@@ -305,7 +305,7 @@ class Members:
                 quorum = collectives.from_main_rank(_Question(partial(self._ask, counted, left)).answer())
             if quorum is not None:
                 with suppress(MembersChangedError):
-                    self._form(quorum, step())
+                    self._form(quorum)
                     self._is_settled = True
                     return
             elif self._is_new and not self._has_parted and collectives.any_rank(_has_ended()):  # the others have gone
@@ -355,31 +355,13 @@ class Members:
         places = {_place(participant) for participant in quorum}
         return bool(self._key) and keys == {self._key} and len(places) == 1 and len(quorum) == self.size
 
-    def _form(self, participants: Sequence[_Participant], step: int) -> None:
+    def _form(self, participants: Sequence[_Participant]) -> None:
         from torchft.process_group import ProcessGroupGloo
 
         ranks = {participant.replica_id: rank for rank, participant in enumerate(participants)}
         rank, source = ranks[self._identity], _newest(participants)
         mine, newest = participants[rank], participants[source]
-        have_not_run = all(one.data["is_new"] and not one.data["has_parted"] for one in participants)
-        if have_not_run and collectives.any_rank(_has_ended()):
-            raise _nothing_left()
-        behind = [one for one in participants if not one.data["is_new"] and _place(one) != _place(newest)]
-        if mine in behind:
-            self.leave()
-            raise FellBehindError(
-                f"this replica has counted {step} updates, and the others have continued without it to update {newest.step}; "
-                "start it again, and it joins them"
-            )
-        strange = [one for one in participants if one.data["num_ranks"] != newest.data["num_ranks"]]
-        if mine in strange:
-            self.leave()
-            raise ValueError(
-                f"each replica must have as many ranks as the others, {newest.data['num_ranks']}, got "
-                f"{mine.data['num_ranks']}; start all of them with the same number"
-            )
-        if behind or strange:  # they end; to form a group with them would wait for them
-            raise MembersChangedError("a replica has missed an update, or is of another size, and ends")
+        self._check_places(participants, mine, newest)
         self._drop()
         key = _digest(*(f"{one.replica_id}/{one.data['nonce']}" for one in participants))
         self._group = ProcessGroupGloo(timeout=_REBUILD)
@@ -398,6 +380,35 @@ class Members:
         self.names, before = tuple(_name(one.replica_id) for one in participants), self.names
         self.rank, self.size, self._key = rank, len(participants), key
         self._say(before, newest.step + 1)
+
+    def _check_places(self, participants: Sequence[_Participant], mine: _Participant, newest: _Participant) -> None:
+        """Sees to it that all of them can continue from the state of `newest`, or begin with its state.
+
+        Raises:
+            FellBehindError: this replica has missed an update.
+            NoQuorumError: the run has ended.
+            ValueError: this replica has another number of ranks.
+            MembersChangedError: another replica ends for one of these reasons.
+        """
+        have_not_run = all(one.data["is_new"] and not one.data["has_parted"] for one in participants)
+        if have_not_run and collectives.any_rank(_has_ended()):
+            raise _nothing_left()
+        behind = [one for one in participants if not one.data["is_new"] and _place(one) != _place(newest)]
+        if mine in behind:
+            self.leave()
+            raise FellBehindError(
+                f"this replica has counted {mine.step} updates, and the others have continued without it to update "
+                f"{newest.step}; start it again, and it joins them"
+            )
+        strange = [one for one in participants if one.data["num_ranks"] != newest.data["num_ranks"]]
+        if mine in strange:
+            self.leave()
+            raise ValueError(
+                f"each replica must have as many ranks as the others, {newest.data['num_ranks']}, got "
+                f"{mine.data['num_ranks']}; start all of them with the same number"
+            )
+        if behind or strange:  # they end; to form a group with them would wait for them
+            raise MembersChangedError("a replica has missed an update, or is of another size, and ends")
 
     def _send_state(self, arrivals: Sequence[int]) -> None:
         if not arrivals:

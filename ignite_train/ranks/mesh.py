@@ -86,7 +86,7 @@ class MeshCrossing(Crossing):
 
     def finish(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> None:
         """Sums what is left to sum, and starts the statistics, with this rank's share of the squared norm."""
-        self._complete(gradients)
+        self.complete(gradients)
         piggybacks = [*outgoing.piggybacks, *self._riders(gradients)]
         statistics.start(outgoing.requests, piggybacks, norm_squared=gradients.shard_norm_squared(copies))
 
@@ -105,7 +105,7 @@ class MeshCrossing(Crossing):
         """The piggybacks of the mesh itself, beside those of handlers."""
         return [] if self._same_micro_batches is None else [self._same_micro_batches]
 
-    def _complete(self, gradients: Gradients) -> None:
+    def complete(self, gradients: Gradients) -> None:
         """Sums gradients over the dimensions of their own mesh, where that is left to do, and over those that it lacks."""
         trainable = [(p, gradient_dtype(p)) for p in gradients.parameters() if p.requires_grad]
         if not _are_same(trainable, self._planned):
