@@ -22,6 +22,7 @@ import elastic_runs
 import elastic_script
 from ignite_train import MembersChangedError, TrainEvents, UnlikeParametersError, UpdateOptions, create_trainer
 from ignite_train.ranks import collectives, members, wrapping
+from ignite_train.ranks.wrapping import ReductionName
 from ranks import run_ranks
 from tiers import nightly, slow
 
@@ -135,14 +136,15 @@ class OneReplica(FewMembers):
         pass
 
 
-def trained_on_two_ranks(changes: dict[int, int] | None) -> tuple[list[Tensor], list[Any], int]:
+def trained_on_two_ranks(changes: dict[int, int] | None, in_each: bool) -> tuple[list[Tensor], list[Any], int]:
     """Two epochs of a model with dropout, of a loader of which one rank has one micro-batch more than the other."""
     wrapping.check_elastic, wrapping.Members = lambda: NOWHERE, lambda _: OneReplica(changes)  # type: ignore[assignment, misc]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    options = UpdateOptions(reduction="auto" if changes is None else "elastic")
+    reduction: ReductionName = "auto" if changes is None else "elastic"
+    options = UpdateOptions(reduction=reduction, reduce_each_micro_batch=in_each)
     trainer = create_trainer(
         model, optimizer, forward, accumulation_steps=2, max_grad_norm=1.0, seed=1, protect=False, options=options
     )
@@ -153,9 +155,10 @@ def trained_on_two_ranks(changes: dict[int, int] | None) -> tuple[list[Tensor], 
     return [parameter.full_tensor() for parameter in model.parameters()], records, made_again
 
 
-def test_a_replica_alone_trains_as_without_others() -> None:
+@pytest.mark.parametrize("in_each", [False, True], ids=["reduced once", "reduced in each micro-batch"])
+def test_a_replica_alone_trains_as_without_others(*, in_each: bool) -> None:
     """Bitwise as by `fully_shard` alone, also where updates are made again: all that an update does is taken back."""
-    plain, elastic = (run_ranks(trained_on_two_ranks, changes) for changes in (None, {0: 1, 3: 2, 5: 1}))
+    plain, elastic = (run_ranks(trained_on_two_ranks, changes, in_each) for changes in (None, {0: 1, 3: 2, 5: 1}))
 
     for (others, records_of_others, _), (parameters, records, made_again) in zip(plain, elastic, strict=True):
         assert made_again == 4

@@ -64,7 +64,9 @@ def make_optimizer(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
 
 
 def shard(model: nn.Module) -> None:
-    """Shares the model out to the ranks of the replica."""
+    """Shares the model out to the ranks of the replica, if there are any."""
+    if "RANK" not in os.environ:
+        return
     dist.init_process_group("gloo")
     for layer in model.children():
         fully_shard(layer)
@@ -186,13 +188,29 @@ def make_loader(batches: str, number: int) -> ResumableLoader:
     return ResumableLoader(Samples(number), batch_size=2, shuffle=True, seed=3, num_workers=workers)
 
 
+def watch(trainer: Any) -> None:
+    """Attaches what looks for ranks that fail or hang."""
+    if "BOARDS" in os.environ:
+        FailureBoard().attach(trainer)
+        HangWatch(timeout_seconds=60).attach(trainer)
+    if "HANGS" in os.environ:
+        HangWatch(timeout_seconds=4).attach(trainer)
+
+
+def write(directory: Path, end: Any) -> None:
+    """Writes what a replica has come to; its first rank does."""
+    if os.environ.get("RANK", "0") == "0":
+        path = directory / f"{os.environ['IGNITE_TRAIN_REPLICA']}-{os.getpid()}.json"
+        path.with_suffix(".part").write_text(json.dumps(end))
+        path.with_suffix(".part").rename(path)
+
+
 def main(
     directory: str, epochs: int, number: int, seconds: float, batches: str, reach: Callable[[str], None] | None = None
 ) -> None:
     torch.manual_seed(int.from_bytes(os.urandom(4), "little"))  # replicas begin with other weights, and become equal
     model, history = make_model(), History(number)
-    if "RANK" in os.environ:
-        shard(model)
+    shard(model)
     optimizer, schedule = make_optimizer(model)
 
     def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
@@ -220,8 +238,7 @@ def main(
         if (Path(directory) / "enough").exists():
             trainer.terminate()
 
-    options = UpdateOptions(reduction="elastic")
-    limit = float(os.environ["CLIPS"]) if "CLIPS" in os.environ else None
+    options, limit = UpdateOptions(reduction="elastic"), float(os.environ.get("CLIPS", "inf"))
     trainer = create_trainer(model, optimizer, forward, accumulation_steps=2, max_grad_norm=limit, seed=5, options=options)
     history.trainer = trainer
     trainer.piggybacks.append(history)
@@ -232,18 +249,10 @@ def main(
     if reach is not None:
         tell_places(trainer, optimizer, history, reach)
         validate_and_save(trainer, Path(directory), number, reach)
-    if "BOARDS" in os.environ:
-        FailureBoard().attach(trainer)
-        HangWatch(timeout_seconds=60).attach(trainer)
-    if "HANGS" in os.environ:
-        HangWatch(timeout_seconds=4).attach(trainer)
+    watch(trainer)
     trainer.run(make_loader(batches, number), max_epochs=epochs)
     end = {"parameters": values(model), "updates": history.updates, "start": history.start, "steps": trainer.state.num_steps}
-    if os.environ.get("RANK", "0") != "0":
-        return
-    path = Path(directory) / f"{os.environ['IGNITE_TRAIN_REPLICA']}-{os.getpid()}.json"
-    path.with_suffix(".part").write_text(json.dumps(end))
-    path.with_suffix(".part").rename(path)
+    write(Path(directory), end)
 
 
 if __name__ == "__main__":
