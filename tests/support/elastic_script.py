@@ -238,8 +238,9 @@ def main(
         if (Path(directory) / "enough").exists():
             trainer.terminate()
 
-    options, limit = UpdateOptions(reduction="elastic"), float(os.environ.get("CLIPS", "inf"))
-    trainer = create_trainer(model, optimizer, forward, accumulation_steps=2, max_grad_norm=limit, seed=5, options=options)
+    settings: Any = {"max_grad_norm": float(os.environ["CLIPS"])} if "CLIPS" in os.environ else {}
+    settings["options"] = UpdateOptions(reduction="elastic")
+    trainer = create_trainer(model, optimizer, forward, accumulation_steps=2, seed=5, **settings)
     history.trainer = trainer
     trainer.piggybacks.append(history)
     trainer.add_event_handler(Events.ITERATION_STARTED, keep_start)
