@@ -188,6 +188,11 @@ def make_loader(batches: str, number: int) -> ResumableLoader:
     return ResumableLoader(Samples(number), batch_size=2, shuffle=True, seed=3, num_workers=workers)
 
 
+def rare_settings() -> dict[str, Any]:
+    clips = {"max_grad_norm": float(os.environ["CLIPS"])} if "CLIPS" in os.environ else {}
+    return {"options": UpdateOptions(reduction="elastic"), **clips}
+
+
 def watch(trainer: Any) -> None:
     """Attaches what looks for ranks that fail or hang."""
     if "BOARDS" in os.environ:
@@ -238,9 +243,7 @@ def main(
         if (Path(directory) / "enough").exists():
             trainer.terminate()
 
-    settings: Any = {"max_grad_norm": float(os.environ["CLIPS"])} if "CLIPS" in os.environ else {}
-    settings["options"] = UpdateOptions(reduction="elastic")
-    trainer = create_trainer(model, optimizer, forward, accumulation_steps=2, seed=5, **settings)
+    trainer = create_trainer(model, optimizer, forward, accumulation_steps=2, seed=5, **rare_settings())
     history.trainer = trainer
     trainer.piggybacks.append(history)
     trainer.add_event_handler(Events.ITERATION_STARTED, keep_start)
