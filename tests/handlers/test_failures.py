@@ -786,8 +786,7 @@ def _state_of(pid: int | None) -> str:
 def test_each_file_that_waits_for_ranks_is_known_to_the_watch() -> None:
     """So that it blames the rank that has not come, and not the one that waits for it."""
     root = Path(ignite_train.__file__).parent  # of a checkout, or of what is installed
-    texts = {path.name: path.read_text("utf-8") for path in root.glob("*/*.py")}
-    marked = {name for name, text in texts.items() if f"\n{whereabouts._MARK} = True" in text}
+    marked = {path.name for path in root.glob("*/*.py") if f"\n{whereabouts._MARK} = True" in path.read_text("utf-8")}
     waiting = {path.name for path in root.glob("ranks/*.py") if ".wait()" in path.read_text("utf-8")}
     assert len(waiting) > 1
     assert marked == {*waiting, "to_host.py", "ddp.py", "mesh.py"}  # where torch itself waits in a call of these
