@@ -45,7 +45,7 @@ class ElasticCrossing(Crossing):
         """Sums gradients and statistics; a parameter that no member has a gradient for keeps none.
 
         Raises:
-            MembersChangedError: other replicas take part now, or one of them was lost. Nothing has moved.
+            MembersChangedError: other replicas take part now, or a member was lost. Nothing has moved.
         """
         self.members.confirm()
         statistics.ranks = self.members
@@ -88,7 +88,7 @@ class ElasticShardsCrossing(FSDPCrossing):
         """See `ElasticCrossing`. What fails on one rank of the replica fails on all of them.
 
         Raises:
-            MembersChangedError: other replicas take part now, or one of them was lost. Nothing has moved.
+            MembersChangedError: other replicas take part now, or a member was lost. Nothing has moved.
             UnlikeParametersError: a rank of this replica has gradients of other parameters than the rest.
         """
         self.members.confirm()

@@ -318,7 +318,7 @@ class Members:
                 )
 
     def _ask(self, step: int, seconds: float) -> list[_Participant] | None:
-        """Those that the lighthouse names; None if there was no answer in so many seconds, and on ranks that do not ask."""
+        """The replicas that the lighthouse names; None without an answer in so many seconds, and on ranks that do not ask."""
         if not collectives.is_main_rank():
             return None
         own = {"key": self._key, "history": self._history, "is_new": self._is_new}

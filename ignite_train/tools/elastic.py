@@ -50,7 +50,7 @@ class _Replica:
     def code(self) -> int | None:
         """The status with which it has ended, None while it runs. Where one rank has failed, the others are killed first."""
         codes = [process.poll() for process in self.processes]
-        failed = min(filter(None, codes), default=None)  # a signal, rather than the error of those that have lost that rank
+        failed = min(filter(None, codes), default=None)  # a signal comes before the errors that follow from it
         if failed is not None:
             self.kill()
         return failed if failed is not None or None in codes else 0
@@ -66,12 +66,12 @@ class _Replica:
 class ElasticLauncher:
     """A lighthouse on this machine, which listens on loopback only, and replicas of one script.
 
-    A replica is one process, or several ranks, which find one another by the environment as those of torchrun do. One that ends
-    with an error, or is killed, is started again and joins the others. One that was stopped, as by SIGSTOP,
-    for `hang_seconds` is killed (where Python can see it: not on macOS before Python 3.13). When the last update is made, none
-    is started again, unless the script begins another run; when one has ended without an error, the others have a minute to
-    end. SIGINT and SIGTERM are passed on to all of them, and none is started again. If a rank of a replica ends with an error
-    or is stopped, this counts for the replica, and its other ranks are killed.
+    A replica is one process, or several ranks, which find one another by the environment variables that torchrun sets too. A
+    replica that ends with an error, or is killed, is started again and joins the others. A replica that was stopped, as by
+    SIGSTOP, for `hang_seconds` is killed (where Python can see it: not on macOS before Python 3.13). What happens to a rank
+    counts for its replica, whose other ranks are killed. When the last update is made, no replica is started again, unless the
+    script begins another run; when one has ended without an error, the others have a minute to end. SIGINT and SIGTERM are
+    passed on to all of them, and no replica is started again.
 
     Args:
         command: what each replica runs, such as `[sys.executable, "train.py"]`.

@@ -81,7 +81,7 @@ def answer_of_rank_0() -> list[str]:
 
 
 def test_all_ranks_of_a_replica_go_by_the_answer_to_the_first() -> None:
-    """The others ask nobody."""
+    """The other ranks do not ask the lighthouse."""
     assert run_ranks(answer_of_rank_0) == [["first"], ["first"]]
 
 
@@ -184,7 +184,7 @@ def use_other_parameters_on_each_rank() -> None:
 
 
 def test_ranks_of_a_replica_that_use_other_parameters_are_told() -> None:
-    """As with `fully_shard` alone, which would add up gradients of different parameters without a word."""
+    """FSDP2 would add up gradients of different parameters without a word, as with `fully_shard` alone."""
     run_ranks(use_other_parameters_on_each_rank)
 
 
@@ -280,7 +280,7 @@ CASES = [(seed, 2 + (seed % 4 == 0), ("samples", "tokens", "workers")[seed % 3])
 def test_replicas_of_which_ranks_are_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, num_replicas: int, batches: str
 ) -> None:
-    """As for replicas of one process: at each place, on either rank; what is made is what one process would have made.
+    """At each place, on either rank, as for replicas of one process: what is made is what one process would have made.
 
     Some of them have a FailureBoard and a HangWatch, which must not be in the way.
     """

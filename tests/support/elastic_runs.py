@@ -7,8 +7,8 @@ process, which has imported torch and started no thread, so that to start one co
     python tests/support/elastic_runs.py DIRECTORY SEED REPLICAS CARDS BATCHES [lighthouse | shards | lonely | dark | frozen]
 
 writes what the replicas that have ended wrote, and `kills`: how many were killed, and the cards that were played. `lighthouse`
-kills the lighthouse three times in between; with `shards` each replica is two ranks, one of which plays its card, and ends as a
-whole; for the others, in which no card is played, see `run_in_vain`.
+kills the lighthouse three times in between; with `shards` each replica is two ranks: either plays its card, and both end;
+for the others, in which no card is played, see `run_in_vain`.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Runner:
         batches: the kind of batches, see `elastic_script`.
         lighthouse_deaths: how often the lighthouse is killed too, and started again at its address.
         min_replicas: with fewer the run waits.
-        num_ranks: how many processes a replica is, one of which holds its card.
+        num_ranks: how many processes a replica is; a single process of them holds its card.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Runner:
         min_replicas: int = 1,
         num_ranks: int = 1,
     ) -> None:
-        self._num_ranks, self._ranks = num_ranks, dict[int, list[int]]()  # those that run, by the one that holds the card
+        self._num_ranks, self._ranks = num_ranks, dict[int, list[int]]()  # processes that run, by that which holds the card
         self._deaths, self._min, self._next_death = lighthouse_deaths, min_replicas, 0.0
         self._lighthouse, self._port = 0, 0
         self._directory, self._num, self._batches = directory, num_replicas, batches
@@ -315,7 +315,7 @@ class Runner:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on."""
+    """A port of loopback on which no process listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     return port
