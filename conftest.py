@@ -16,6 +16,9 @@ import torch
 
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
+if torch.cuda.is_available():  # `deterministic` refuses to begin without it once CUDA was used, as other tests do
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 # Collecting thousands of tests makes no garbage, but the collector looks through all of them again and again.
 gc.disable()
 

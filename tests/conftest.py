@@ -60,6 +60,12 @@ def _mark_all_but(number: int, items: list[pytest.Item], name: str) -> list[pyte
 
 
 @pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what is compared with numbers of the CPU, and would choose a GPU by itself."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
 def micro_batches() -> list[Batch]:
     """Five micro-batches of 3, 1, 4, 2 and 3 samples."""
     generator = torch.Generator().manual_seed(1)

@@ -11,6 +11,7 @@ gradients is that of the whole batch.
 import ignite.distributed as idist
 import torch
 from ignite.engine import Events
+from ignite.utils import convert_tensor
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
@@ -52,7 +53,7 @@ def data() -> list[tuple[Tensor, Tensor]]:
 def contrast(features: Tensor, scale: Tensor) -> Tensor:
     """Mean of the losses of finding the text of each wave, and the wave of each text, among all."""
     logits = scale.exp() * features[0] @ features[1].T
-    own = torch.arange(len(logits))
+    own = torch.arange(len(logits), device=logits.device)
     return (cross_entropy(logits, own) + cross_entropy(logits.T, own)) / 2
 
 
@@ -79,7 +80,8 @@ def train(num_updates: int = 100) -> Trained:
     @trainer.on(Events.ITERATION_STARTED)
     @torch.no_grad()
     def know_all_features(trainer: Trainer) -> None:
-        own = torch.cat([model(*micro_batch) for micro_batch in trainer.state.batch], dim=1)
+        moved = [convert_tensor(micro_batch, device=idist.device()) for micro_batch in trainer.state.batch]
+        own = torch.cat([model(*micro_batch) for micro_batch in moved], dim=1)
         known["features"] = idist.all_gather(own.transpose(0, 1).contiguous()).transpose(0, 1)
 
     losses = losses_of(trainer)

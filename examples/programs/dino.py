@@ -74,6 +74,7 @@ def disagreement(student: Tensor, teacher: Tensor) -> Tensor:
 def train(num_updates: int = 200) -> Trained:
     """Returns the teacher, and the losses of the student, which grow with the temperature before they fall."""
     student, teacher, optimizer = build()
+    teacher.to(idist.device())
 
     def forward(student: nn.Module, crops: tuple[Tensor, Tensor], state: TrainState) -> ForwardOutput:
         with torch.no_grad():

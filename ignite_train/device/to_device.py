@@ -20,7 +20,7 @@ _logger = logging.getLogger(__name__)
 
 
 class _Coming(NamedTuple):
-    """A micro-batch, what becomes of it on the device, and the event behind the copies."""
+    """A micro-batch, what becomes of it on the device, and the event behind the copies; None if all of it is there already."""
 
     micro_batch: Any
     moved: Any
@@ -63,6 +63,9 @@ class ToDevice:
             coming = self._start(micro_batch)
         else:
             self._coming = None
+        if coming.event is None:
+            self._copied = None
+            return coming.moved
         stream, copied_late = _current_stream(self._target), False
         stream.wait_event(coming.event)
 
@@ -105,12 +108,20 @@ class ToDevice:
         if self._stream is None:
             self._stream = _new_stream(self._target)
 
+        is_there = True
+
         def copy(leaf: Any) -> Any:
-            return _pinned(leaf).to(self._target, non_blocking=True) if _is_plain(leaf) else leaf
+            nonlocal is_there
+            if not _is_plain(leaf):
+                is_there = False  # it is looked at when it is asked for
+                return leaf
+            moved = _pinned(leaf).to(self._target, non_blocking=True)
+            is_there = is_there and moved is leaf
+            return moved
 
         with self._stream:
             moved = _map(copy, micro_batch)
-        return _Coming(micro_batch, moved, self._stream.record_event())
+        return _Coming(micro_batch, micro_batch, None) if is_there else _Coming(micro_batch, moved, self._stream.record_event())
 
     def _move(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) and not moves_itself(leaf):

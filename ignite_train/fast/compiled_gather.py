@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ignite_train.device.streams import copy_on
 from ignite_train.events import TrainEvents
 from ignite_train.fast.compiled_step import CompiledStep, StepPlan, StepTensors
-from ignite_train.fast.update_graphs import CannotCompileError, Gathered, UpdateGraphs
+from ignite_train.fast.update_graphs import CannotCompileError, Gathered, UpdateGraphs, mark_static_address
 from ignite_train.forward import ForwardOutput
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.loss_declaration import without_first_look
@@ -60,15 +61,15 @@ def say_why_not_compiled(reason: str) -> None:
     logging.getLogger("ignite_train").warning(f'compile="update" compiles no more than compile=True here, since {reason}')
 
 
-def _prepare_cuda_graphs(tensors: StepTensors, *, is_first: bool) -> None:
+def _prepare_cuda_graphs(tensors: StepTensors, num_made: Tensor, *, is_first: bool) -> None:
     """Says that what earlier graphs of this update left may be read by later ones, and that states stay where they are.
 
-    Written by torch's documentation of CUDA graph trees; it never ran on CUDA.
+    Torch makes no CUDA graph of what writes into a tensor that may be elsewhere the next time.
     """
     if is_first:
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-    for state in tensors.states:
-        torch._dynamo.mark_static_address(state, guard=False)
+    for state in (*tensors.states, num_made):
+        mark_static_address(state)
 
 
 @dataclass(kw_only=True)
@@ -214,7 +215,7 @@ class CompiledGather(Gather):
             self._kinds = {(one.device, one.dtype) for one in self._stepped}
         self.gradients.kinds, self.gradients.count = self._kinds, len(self._stepped)
         if not self.statistics.on_host:
-            _prepare_cuda_graphs(tensors, is_first=is_first)
+            _prepare_cuda_graphs(tensors, self._num_made, is_first=is_first)
         return self._current, tensors, self._as_tensor(tensors.numbers)
 
     def _why_not_now(self, trainer: Trainer) -> str | None:
@@ -306,7 +307,7 @@ class CompiledGather(Gather):
         numbers = [self.passes.loss_scaling.scale, 1.0, *numbers]
         if numbers != self._numbers:
             self._numbers = numbers
-            self._on_device = torch.tensor(numbers, dtype=torch.float64, device=self.statistics.device)
+            self._on_device = copy_on(self.statistics.device, torch.tensor(numbers, dtype=torch.float64))
         return self._on_device
 
 

@@ -76,12 +76,17 @@ class FoldedStep:
             self._plain.step_along(factor)
 
     def step_if(self, may_step: Tensor, divisor: Tensor) -> None:
-        """Steps along the gradients divided by `divisor` if `may_step` is 1, and not if it is 0; both float32, on the device.
+        """Steps along the gradients divided by `divisor` if `may_step` is 1, and not if it is 0; both on the device.
 
         A step that is not made leaves parameters, gradients, moments and numbers of steps as they are. Only where there is no
         `why_not_fused`, and no `why_not_queued`.
+
+        Args:
+            may_step: of any dtype.
+            divisor: float32.
         """
-        self._step_with(gather(self._optimizer), grad_scale=divisor, found_inf=1.0 - may_step)
+        found_inf = torch.lt(may_step, 1.0, out=torch.empty_like(divisor))  # as the kernel takes it, in one operation
+        self._step_with(gather(self._optimizer), grad_scale=divisor, found_inf=found_inf)
 
     def _divisor(self, value: float) -> Tensor:
         """A float32 on the device of the gradients; if there are several, torch copies it to the others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from dataclasses import dataclass
@@ -118,26 +119,52 @@ class StepIfNotMade:
 
 
 def decide_on_device(reduced: Reduced, rules: Rules, loss_scale: float) -> tuple[Tensor, Tensor]:
-    """Whether to step without asking the host (1 or 0), and what to divide the gradients by, both in float32, not read.
+    """Whether to step without asking the host (1 or 0, float64), and what to divide the gradients by (float32), not read.
 
-    These are the operations of `decide`, one by one, in float64 and in its order, each rounded once as the host's are. No
-    quotient has a number of the host for its divisor, for which CUDA multiplies by the reciprocal. What the host has to look
-    at before the step, such as a norm that float32 may not have added up, gives 0.
+    These are the operations of `decide`, one by one, in float64 and in its order, each rounded once as the host's are. A
+    quotient of which the host knows the divisor is never left to the device, since CUDA multiplies by the reciprocal. What the
+    host has to look at before the step, such as a norm that float32 may not have added up, gives 0.
+
+    Each operation is a kernel, which takes the host longer to launch than the device to run. So numbers that must be within
+    bounds are compared all at once, and what the host knows is computed by the host.
     """
-    size, one = reduced.sample_size, torch.ones_like(reduced.sample_size)
-    mean_factor = torch.full_like(one, rules.averaged_over) / ((size if rules.normalize else one) * loss_scale)
-    loss, norm = reduced.loss / size, reduced.norm * mean_factor
-    factor = mean_factor
+    size, loss, norm, obstacles = reduced
+    weight = size if rules.normalize else 1.0
+    scaled = weight * loss_scale
+    if isinstance(scaled, Tensor):
+        factor: float | Tensor = _over(rules.averaged_over, scaled)
+    else:
+        factor = rules.averaged_over / scaled if 0.0 < scaled < math.inf else math.nan  # which the device refuses
+    mean_norm = norm * factor
     if rules.max_grad_norm is not None:
-        factor = mean_factor * torch.minimum(one, torch.full_like(one, rules.max_grad_norm) / (norm + EPSILON))
-    quotient = one / factor
-    may_step = (
-        (size > 0)
-        & torch.isfinite(loss)
-        & (reduced.norm >= SMALLEST_NORM)
-        & (norm < math.inf)
-        & (reduced.obstacles == 0)
-        & (quotient >= SMALLEST_DIVISOR)
-        & (quotient <= LARGEST_DIVISOR)
-    )
-    return may_step.float(), quotient.float()
+        factor = factor * torch.clamp(_over(rules.max_grad_norm, mean_norm + EPSILON), max=1.0)
+    quotient = _over(1.0, factor) if isinstance(factor, Tensor) else torch.full_like(norm, 1.0 / factor if factor else math.nan)
+    is_whole = not isinstance(size, Tensor) and size >= 1.0  # then the mean loss is finite if the sum is
+    mean_loss = loss if is_whole else _quotient(loss, size)
+    bounds = [(norm, SMALLEST_NORM, _LARGEST), (torch.add(mean_norm, mean_loss, alpha=0), 0.0, _LARGEST)]
+    bounds.append((quotient, SMALLEST_DIVISOR, LARGEST_DIVISOR))
+    if isinstance(size, Tensor):
+        bounds.append((size, _SMALLEST, math.inf))
+    if obstacles is not None:
+        bounds.append((obstacles, 0.0, 0.0))
+    numbers, lowest, highest = zip(*bounds, strict=True)
+    values = torch.stack(numbers)
+    inside = torch.clamp(values, _constant(lowest, values.device), _constant(highest, values.device))
+    return torch.eq(inside, values, out=torch.empty_like(values)).amin(), quotient.float()
+
+
+_LARGEST, _SMALLEST = torch.finfo(torch.float64).max, 5e-324
+
+
+def _over(number: float, divisor: Tensor) -> Tensor:
+    """Their quotient, rounded once: `number / divisor` would be a product with the reciprocal."""
+    return torch.div(torch.tensor(number, dtype=torch.float64), divisor)
+
+
+def _quotient(number: Tensor, divisor: float | Tensor) -> Tensor:
+    return number / (divisor if isinstance(divisor, Tensor) else torch.full_like(number, divisor))
+
+
+@functools.cache
+def _constant(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device=device)

@@ -24,7 +24,7 @@ from ignite_train.model.precision import Precision
 from ignite_train.model.random_state import NUMPY, PYTHON, RandomState
 from ignite_train.update.decision import EPSILON, Rules
 
-__all__ = ["CannotCompileError", "Gathered", "UpdateGraphs"]
+__all__ = ["CannotCompileError", "Gathered", "UpdateGraphs", "mark_static_address"]
 
 _OTHERS = "the loss depends on other parameters than that of an earlier micro-batch"
 _OWN_DRAWS = "forward draws from a generator of its own, and torch's graphs would repeat its numbers"
@@ -69,7 +69,7 @@ class UpdateGraphs:
 
     A group of one micro-batch is one graph. A larger one has a graph for its first micro-batch, whose gradients come
     into being, one for each further one, whose gradients are added, and one for its last one, with norm, decision, clipping and
-    step.
+    step. Sums of gradients are written in place, but for CUDA graphs, which would not be made of what writes into its inputs.
 
     A new graph is tried before it is used, because compilers have mistakes: one step is made without a trace, and norm, loss,
     sample size and all that was written are compared with those of the same code without compiling. One that draws random
@@ -106,6 +106,7 @@ class UpdateGraphs:
         self._plans, self._precision = plans, precision
         self._max_grad_norm, self._normalize, self._scales_loss = rules.max_grad_norm, rules.normalize, rules.scales_loss
         self._settings, self.draw = settings, False
+        self._adds_in_place = not _are_cuda_graphs(settings, next(model.parameters()).device)
         self._draws_of_torch = False  # the latest graph that was tried
         self._whole, self._first = self._compiled(UpdateGraphs._trace_whole), self._compiled(UpdateGraphs._trace_first)
         self._further, self._last = self._compiled(UpdateGraphs._trace_further), self._compiled(UpdateGraphs._trace_last)
@@ -119,7 +120,9 @@ class UpdateGraphs:
             before: what the micro-batches before it have left, whose gradients are added to in place; None for the first.
         """
         if before is not None:
-            return before._replace(sums=self._call(self._further, micro_batch, numbers, before))
+            returned = self._call(self._further, micro_batch, numbers, before)
+            gradients, sums = (before.gradients, returned) if self._adds_in_place else returned
+            return before._replace(gradients=gradients, sums=sums)
         gathered = Gathered(*self._call(self._first, micro_batch, numbers, None))
         for index in sharing_memory(gathered.gradients):  # what is added to one of them must not be added to another
             gathered.gradients[index] = gathered.gradients[index].clone()
@@ -166,14 +169,17 @@ class UpdateGraphs:
             CannotCompileError: torch cannot compile it, or has compiled something else.
         """
         scale, numbers = numbers[0], self._numbers_of_trial(numbers)
-        given = () if not tensors else (tensors[0], tensors[1].clone())  # this step is not counted
+        given = () if not tensors else (tensors[0], self._uncounted(tensors[1]))
         trial = GraphTrial(self._forward_state, micro_batch, self._stepped(*tensors[:1]))
         self._draws_of_torch = False
         with trial:
             copied = before and before.unscaled(scale)
             returned = graph.compile(micro_batch, numbers, *(copied or ()), *given)
-            found = _numbers(returned, copied, has_ended=bool(given))
-            trial.note([] if given else returned[0] if copied is None else copied.gradients)
+            left = (
+                copied if given or self._adds_in_place else None
+            )  # where the graph has left its sums, if not in what it returned
+            found = _numbers(returned, left, has_ended=bool(given))
+            trial.note([] if given else returned[0] if left is None else left.gradients)
             if trial.draws_of_its_own():
                 raise CannotCompileError(_OWN_DRAWS)
         if self._draws_of_torch:  # it draws others than code that is not compiled
@@ -191,6 +197,13 @@ class UpdateGraphs:
             raise CannotCompileError(
                 f"torch has compiled it wrongly: {wrong}; compile=True may be wrong too, so compare it with compile=False"
             )
+
+    def _uncounted(self, num_made: Tensor) -> Tensor:
+        """A copy, so that the step of a trial is not counted."""
+        copied = num_made.clone()
+        if copied.is_cuda:
+            mark_static_address(copied)  # as it is for the graph that is compiled here
+        return copied
 
     def _run_plainly(self, micro_batch: Any, numbers: Tensor, before: Gathered | None, given: Sequence[Any]) -> Gathered | None:
         """The same without compiling, with the step where the tensors are `given` that it changes.
@@ -256,9 +269,11 @@ class UpdateGraphs:
         _refuse_to_run()
         return self._gather(micro_batch, numbers)
 
-    def _trace_further(self, micro_batch: Any, numbers: Tensor, gradients: list[Tensor], sums: Tensor, logs: Any) -> Tensor:
+    def _trace_further(self, micro_batch: Any, numbers: Tensor, gradients: list[Tensor], sums: Tensor, logs: Any) -> Any:
         _refuse_to_run()
         more, more_sums = self._gather_more(micro_batch, numbers, logs)
+        if not self._adds_in_place:
+            return [gradient + one for gradient, one in zip(gradients, more, strict=True)], sums + more_sums
         for gradient, one in zip(gradients, more, strict=True):
             gradient.add_(one)
         return sums + more_sums
@@ -405,6 +420,18 @@ def _norm(gradients: list[Tensor]) -> Tensor:
     largest = torch.stack([one.abs().amax() for one in wide]).amax()
     divisor = torch.where((largest > 0) & torch.isfinite(largest), largest, torch.ones_like(largest))
     return torch.stack([(one / divisor).square().sum() for one in wide]).sum().sqrt() * divisor
+
+
+def mark_static_address(tensor: Tensor) -> None:
+    """Says that a tensor stays where it is, so that a CUDA graph may write into it."""
+    torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+def _are_cuda_graphs(settings: Mapping[str, Any], device: torch.device) -> bool:
+    """Whether torch is asked to make CUDA graphs of what it compiles."""
+    options = settings.get("options") or {}
+    wanted = settings.get("mode") in ("reduce-overhead", "max-autotune") or options.get("triton.cudagraphs", False)
+    return device.type == "cuda" and bool(wanted)
 
 
 # --- calling what torch has compiled ----------------------------------------------------------------------------------------

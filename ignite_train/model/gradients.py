@@ -416,7 +416,7 @@ def _length(kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]], known: 
     norms = [part.to(home, exact) for part in elsewhere]
     if on_host:
         norms.append(torch.tensor(on_host, dtype=exact).to(home))
-    return torch.linalg.vector_norm(torch.cat(norms))  # type: ignore[no-any-return]
+    return torch.linalg.vector_norm(norms[0] if len(norms) == 1 else torch.cat(norms))  # type: ignore[no-any-return]
 
 
 def _scaled_length(gradients: list[Tensor]) -> float:

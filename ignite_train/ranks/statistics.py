@@ -52,17 +52,17 @@ class Reduced(NamedTuple):
     """The numbers that the device decides from, over all ranks: float64 tensors without dimensions, on the device, not read.
 
     Attributes:
-        sample_size: Σsample_size.
+        sample_size: Σsample_size; a number where the host knows it.
         loss: Σloss.
         norm: L2 norm of the gradients in `.grad`.
         obstacles: 0 if all names of logs are known to all ranks, none ran out of memory or changes gradients, and no piggyback
-            vetoes.
+            vetoes; None where the host knows that there are none.
     """
 
-    sample_size: Tensor
+    sample_size: float | Tensor
     loss: Tensor
     norm: Tensor
-    obstacles: Tensor
+    obstacles: Tensor | None
 
 
 class Totals(NamedTuple):
@@ -169,7 +169,10 @@ class Statistics:
         loss, size, logs, _ = output
         self._count += 1
         self._sums[0] += size if type(size) is int else self._number(size)
-        self._sums[1] += loss.item() if self.on_host and type(loss) is Tensor else self._number(loss)
+        if self.on_host:
+            self._sums[1] += loss.item() if type(loss) is Tensor else self._number(loss)
+        else:
+            self._sums[1] = _plus(self._sums[1], self._number(loss))
         if logs:
             self._add_logs(logs)
 
@@ -178,12 +181,12 @@ class Statistics:
             if type(value) is tuple:
                 self._add_pair(name, *value)
             else:
-                self._logs[name] = self._logs.get(name, 0.0) + self._number(value)
+                self._logs[name] = _plus(self._logs.get(name, 0.0), self._number(value))
 
     def _add_pair(self, name: str, value: float | Tensor, weight: float | Tensor) -> None:
         self._has_weights = True
-        self._logs[name + _SUM] = self._logs.get(name + _SUM, 0.0) + self._number(value)
-        self._logs[name + _WEIGHT] = self._logs.get(name + _WEIGHT, 0.0) + self._number(weight)
+        self._logs[name + _SUM] = _plus(self._logs.get(name + _SUM, 0.0), self._number(value))
+        self._logs[name + _WEIGHT] = _plus(self._logs.get(name + _WEIGHT, 0.0), self._number(weight))
 
     def mark(self) -> tuple[list[float | Tensor], dict[str, float | Tensor], int]:
         """Where the sums stand, for `rewind`."""
@@ -210,7 +213,7 @@ class Statistics:
         alone: bool = False,
         beside: int = 0,
     ) -> Tensor | None:
-        """The vector to sum over the ranks, in place; None if a single rank has its sums on the host. Nothing is added later.
+        """The vector to sum over the ranks, in place; None if there is a single rank. Nothing is added later.
 
         A caller that knows that there is one rank passes `alone=True`. `beside` is how many numbers cross in the same
         collective.
@@ -221,10 +224,7 @@ class Statistics:
         self._piggybacks = piggybacks
         self._payload = [float(number) for piggyback in piggybacks for number in piggyback.payload()] if piggybacks else []
         self._num_ranks = 1 if alone else self.ranks.size
-        alone = self._num_ranks == 1
-        if alone and not self.on_host:
-            self._names = tuple(sorted({*self._names, *self._logs}))
-        if not (alone and self.on_host):
+        if self._num_ranks > 1:
             self._vector = self._as_vector()
         return self._vector
 
@@ -239,19 +239,36 @@ class Statistics:
 
         Waits for the reduction, on an accelerator without holding the host. `norm`: as for `finish`.
         """
-        if self.on_host or self._vector is None or self._dtype is not torch.float64 or isinstance(norm, float):
+        if self.on_host or self._dtype is not torch.float64 or isinstance(norm, float):
             return None
+        if self._vector is None:
+            return self._own_reduced(norm)
         self._wait()
         vector = self._vector
         head, payload = _Head.split(vector)
         obstacles = (
             head.num_out_of_memory + head.has_new_names + head.changes_gradients + (head.length != self._length_of_all(vector))
         )
+        norm = head.norm_squared.sqrt() if norm is None else norm.to(vector.device, vector.dtype)
+        return Reduced(head.sample_size, head.loss, norm, self._vetoed(obstacles, payload))
+
+    def _own_reduced(self, norm: Tensor | None) -> Reduced | None:
+        """The same of this rank, which is alone; what the host knows is not sent to the device, where each costs time."""
+        size, loss = self._sums
+        if norm is None or not isinstance(loss, Tensor) or self.num_out_of_memory or self._requests.changes_gradients:
+            return None
+        norm, obstacles = norm.to(self.device, self._dtype), None
+        if self._payload:
+            payload = copy_on(self.device, torch.tensor(self._payload, dtype=self._dtype))
+            obstacles = self._vetoed(payload.new_zeros(()), payload)
+        return Reduced(size, loss, norm, obstacles)
+
+    def _vetoed(self, obstacles: Tensor, payload: Tensor) -> Tensor:
+        """These, and one more for each piggyback that vetoes."""
         for piggyback in self._piggybacks:
             obstacles = obstacles + piggyback.vetoes(payload[: piggyback.payload_size])
             payload = payload[piggyback.payload_size :]
-        norm = head.norm_squared.sqrt() if norm is None else norm.to(vector.device, vector.dtype)
-        return Reduced(head.sample_size, head.loss, norm, obstacles)
+        return obstacles
 
     def send(self, norm: float | Tensor | None, more: Sequence[Tensor] = ()) -> None:
         """Starts the one transfer to the host, which `finish` waits for. What is given to the device later does not delay it.
@@ -260,12 +277,17 @@ class Statistics:
             norm: as for `finish`.
             more: tensors of one element that travel with it, for `Totals.more`.
         """
-        if self._vector is None:
-            return
         self._wait()
-        behind = [one for one in (norm, *more) if isinstance(one, Tensor)]
-        parts = [one.detach().reshape(1).to(self._vector.device, self._vector.dtype) for one in behind]
-        self._reading.send(torch.cat([self._vector, *parts]) if parts else self._vector)
+        own = self._own_numbers() if self._vector is None else [self._vector]
+        sent = [one for one in own if isinstance(one, Tensor)]
+        sent += [one for one in (norm, *more) if isinstance(one, Tensor)]
+        if sent:
+            parts = [one.detach().reshape(-1).to(self.device, self._dtype) for one in sent]
+            self._reading.send(torch.cat(parts))
+
+    def _own_numbers(self) -> list[float | Tensor]:
+        """Sample size, loss, the squared norm, and the logs of this rank."""
+        return [*self._sums, self._norm_squared, *self._logs.values()]
 
     def finish(self, norm: float | Tensor | None) -> Totals:
         """Waits for the reduction, reads it in one transfer, and gives the piggybacks their sums. Synchronises with the device.
@@ -292,10 +314,31 @@ class Statistics:
 
     def _own(self, norm: float | Tensor | None) -> tuple[Totals, list[float]]:
         """The sums of this rank, which is alone, and the payload of its piggybacks."""
+        if not self.on_host:
+            return self._read_own(norm), self._payload
         norm = math.sqrt(self._norm_squared) if norm is None else float(norm)
         loss, logs = float(self._sums[1]), dict(zip(self._logs, map(float, self._logs.values()), strict=True))
         sample_size, payload = float(self._sums[0]), self._payload
         return Totals(sample_size, loss, self._count, self.num_out_of_memory, logs, self._requests, norm), payload
+
+    def _read_own(self, norm: float | Tensor | None) -> Totals:
+        """The sums of this rank, of which those that lie on the device are read in one transfer."""
+        if not self._reading.under_way:
+            self.send(norm)
+        read = iter(self._reading.receive() if self._reading.under_way else [])
+        numbers = [next(read) if isinstance(number, Tensor) else float(number) for number in self._own_numbers()]
+        sample_size, loss, norm_squared, *logs = numbers
+        norm = next(read) if isinstance(norm, Tensor) else norm
+        return Totals(
+            sample_size=sample_size,
+            loss=loss,
+            num_micro_batches=self._count,
+            num_out_of_memory=self.num_out_of_memory,
+            logs=dict(zip(self._logs, logs, strict=True)),
+            requests=self._requests,
+            norm=math.sqrt(norm_squared) if norm is None else norm,
+            more=[*read],
+        )
 
     def _reduced(self, norm: float | Tensor | None) -> tuple[Totals, list[float]]:
         """The sums of all ranks, and those of the piggybacks' payload."""
@@ -397,6 +440,11 @@ class Statistics:
         assert self._vector is not None  # noqa: S101  # it was sent
         numbers, length = self._reading.receive(), self._vector.numel()
         return *_Head.split(numbers[:length]), numbers[length:]
+
+
+def _plus(total: float | Tensor, number: float | Tensor) -> float | Tensor:
+    """Their sum. To add a tensor to the zero of the beginning would be one more kernel of the device."""
+    return number if type(total) is float and total == 0.0 and isinstance(number, Tensor) else total + number
 
 
 def _with_log_weights(totals: Totals) -> Totals:

@@ -162,9 +162,15 @@ def _read_shards(path: Path) -> dict[str, Any]:
 
 def _loaded(path: Path) -> Any:
     try:
+        if path.suffix == ".safetensors":  # which `torch.load` of older versions of torch does not read
+            from safetensors.torch import load_file
+
+            return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
+    except ImportError as error:
+        raise CheckpointError(f"{path} needs the package safetensors; install it: pip install safetensors") from error
     except Exception as error:  # torch raises any of ten kinds for a file that is cut short or is of another format
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"{path} must be a state_dict that torch.save has written, but: {reason:.120}") from error

@@ -98,6 +98,18 @@ def test_the_next_one_is_copied_while_this_one_is_computed_on(notes: list[str]) 
     assert notes == [*first[0], *first[1], *second[0], "backward", *second[1], "backward", *third[0], *third[1], "backward"]
 
 
+def test_what_is_there_already_is_handed_over_as_it_is(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No stream waits, and nothing is kept for one; a value that may have to be moved late takes the long way."""
+    monkeypatch.setattr(to_device, "_pinned", lambda tensor: tensor)
+    transfer, (micro_batch,) = ToDevice(CPU), batches(1)
+    transfer.ahead(micro_batch)
+    assert transfer(micro_batch) is micro_batch
+    transfer.await_copies()
+    assert notes == []
+    transfer({**micro_batch, "name": "one"})
+    assert [note.split()[1] for note in notes if "keeps" not in note] == ["records", "waits"]
+
+
 def test_the_same_bits(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether moved ahead or not."""
     ends = []

@@ -32,6 +32,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import ignite_train
 from ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("no_gpu")
+
 Create = Callable[..., Engine]
 CREATE: tuple[Create, Create] = (ignite.engine.create_supervised_trainer, ignite_train.create_supervised_trainer)
 

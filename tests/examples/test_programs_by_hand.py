@@ -30,6 +30,8 @@ from programs_by_hand import BY_HAND, ByHand, clip_uncut, uncut
 from ranks import RanksFailedError, run_ranks
 from tiers import nightly, slow
 
+pytestmark = pytest.mark.usefixtures("no_gpu")
+
 FOLDER = Path(__file__).parents[2] / "examples/programs"
 PAGE = FOLDER.parent.parent / "docs/programs.md"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "workbench")

@@ -37,6 +37,7 @@ from ignite_train import (
     create_supervised_trainer,
     create_trainer,
 )
+from ignite_train.fast import update_graphs
 from ignite_train.fast.compiled_gather import CompiledGather
 from ignite_train.fast.update_graphs import UpdateGraphs
 from ignite_train.handlers import Checkpoint, Freeze, LearningRateSchedule, TrainingMetrics
@@ -192,6 +193,17 @@ def test_it_steps_as_the_formulas_say(name, steps):
     for one, other in zip(setup.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
     assert [record.grad_norm for record in setup.records] == pytest.approx(norms, rel=1e-9)
+
+
+def test_sums_for_cuda_graphs_are_not_written_in_place(monkeypatch):
+    """Torch makes no CUDA graph of what writes into its inputs; the updates are the same."""
+    plain = make(False, accumulation_steps=4)
+    monkeypatch.setattr(update_graphs, "_are_cuda_graphs", lambda settings, device: True)
+    compiled = make(accumulation_steps=4)
+    for setup in (compiled, plain):
+        setup.trainer.run(batches(*[4] * 8), max_epochs=2)
+    assert is_graph(compiled)
+    assert_alike(compiled, plain)
 
 
 @pytest.mark.slow

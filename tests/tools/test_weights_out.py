@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,14 @@ def test_safetensors_in_one_file(tmp_path: Path) -> None:
     other = Tied()
     assert load_weights(other, tmp_path / "model.safetensors") == []
     assert bit_by_bit(other.state_dict()) == bit_by_bit(expected)
+
+
+def test_a_file_of_safetensors_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says which package is missing."""
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors needs the package safetensors; install it"):
+        load_weights(Tied(), tmp_path / "model.safetensors")
 
 
 def test_safetensors_in_shards(tmp_path: Path) -> None:

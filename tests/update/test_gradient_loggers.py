@@ -85,7 +85,7 @@ def test_histograms_hold_the_mean_gradient():
     trainer.run(cuts.cut(cuts.samples(), [4, 12, 7, 9]))
     assert [step for _, _, step in written] == [1, 1, 2, 2]
     for (_, values, _), mean in zip(written, means, strict=True):
-        np.testing.assert_allclose(values, mean.numpy(), rtol=1e-6)
+        np.testing.assert_allclose(values, mean.cpu().numpy(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", sorted(HANDLERS))
