@@ -50,6 +50,7 @@ class Part:
 
 SIZES = ("--parameters", "10", "--parameters", "100", "--parameters", "1000")
 PARTS = {
+    "update": Part("gpu_update.py", "One loop at a time", (), ("--dry-run",), 2),
     "speed": Part(
         "gpu_speed.py",
         "Training at GPT-2's size",

@@ -39,8 +39,8 @@ class ToDevice:
     the copy waits for what is computed; `ahead` has that happen before they are asked for. What a loader has pinned is not
     pinned again. Sparse and nested tensors, and what moves itself, move when they are asked for, without waiting where their
     `to` takes `non_blocking`. Memory that the loader has pinned is read while the host continues: before a loader may write
-    over it, call `await_copies`, or read a number that depends on the micro-batch. (Tested with streams that take notes, and
-    on a simulated device, see docs/accelerators.md: it never ran on CUDA.) On other devices each copy waits.
+    over it, call `await_copies`, or read a number that depends on the micro-batch. What lies on the device already is handed
+    over as it is. On other devices each copy waits.
 
     Args:
         device: where to.

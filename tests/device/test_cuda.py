@@ -1,4 +1,4 @@
-"""What only a GPU of CUDA can show. Skipped elsewhere: it has never been run.
+"""What only a GPU of CUDA can show. Skipped elsewhere; docs/accelerators.md says where it was run.
 
 What holds on every device is in test_accelerator.py.
 """

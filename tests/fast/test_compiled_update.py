@@ -30,7 +30,6 @@ from ignite_train import (
     TorchLossScaling,
     Trainer,
     TrainEvents,
-    UpdateOptions,
     UpdateOutput,
     attach_metric,
     create_evaluator,
@@ -1455,25 +1454,6 @@ def test_what_is_not_known_is_refused():
         make("updates")
     with pytest.raises(ValueError, match=r"compile\['update'\] must be True, got False"):
         make({"update": False})
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_on_cuda_its_graphs_are_cuda_graphs():
-    """Where no options are given; the numbers are those of the same update without compiling. It never ran yet."""
-    setups = []
-    for way in ("update", False):
-        torch.manual_seed(0)
-        model = Net().cuda()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True, eps=1e-3)
-        trainer = create_trainer(model, optimizer, summed_loss, accumulation_steps=[1, 3], compile=way, options=UpdateOptions())
-        records: list[UpdateOutput] = []
-        trainer.add_event_handler(
-            Events.ITERATION_COMPLETED, lambda trainer=trainer, into=records: into.append(trainer.state.update_output)
-        )
-        setups.append(Setup(model, optimizer, trainer, records))
-        trainer.run(batches(4, 4, 4, 4, 4, 4, dtype=torch.float32), max_epochs=3)
-    assert is_graph(setups[0])
-    assert_alike(*setups, tolerance=1e-4)
 
 
 @pytest.mark.slow

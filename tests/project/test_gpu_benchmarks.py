@@ -211,13 +211,16 @@ def rows(text: str, name: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(f"| {name} |")]
 
 
-@pytest.mark.parametrize("part", [nightly("tiny"), nightly("optimizer"), nightly("saving"), nightly("trace")])
+@pytest.mark.parametrize(
+    "part", [nightly("update"), nightly("tiny"), nightly("optimizer"), nightly("saving"), nightly("trace")]
+)
 def test_the_dry_run_of_a_part(part: str, tmp_path: Path) -> None:
     """It runs to its end, and the section has figures of this library."""
     run("benchmarks/gpu.py", "--dry-run", "--part", part, "--into", str(tmp_path), "--minutes", "12")
     gpu = script("gpu")
     text = (tmp_path / gpu.FILE).read_text(encoding="utf-8").partition(f"## {gpu.PARTS[part].heading}\n")[2]
     ours = {
+        "update": ["by hand", "ignite_train", 'ignite_train, compile="update"'],
         "tiny": ["by hand", "ignite_train", 'ignite_train, compile="update"'],
         "optimizer": ["ignite_train, fused AdamW"],
         "saving": ["Checkpoint", "DCP async_save"],
