@@ -45,7 +45,6 @@ from ignite_train.other_words import answers_other_words
 from ignite_train.protection import Protect, protect_ranks
 from ignite_train.ranks import collectives
 from ignite_train.ranks.crossing import Crossing
-from ignite_train.ranks.elastic import ElasticCrossing, ElasticShardsCrossing
 from ignite_train.ranks.mesh import MeshCrossing
 from ignite_train.ranks.placeholders import PlaceholderCrossing
 from ignite_train.ranks.replicas import LocalCrossing
@@ -214,12 +213,8 @@ def _new_update(
         learning_rates=rates,
         recovery=recovery,
     )
-    kinds: dict[type[Crossing], type[Update]] = {
-        LocalCrossing: LocalUpdate,
-        ElasticCrossing: ElasticUpdate,
-        ElasticShardsCrossing: ElasticUpdate,
-    }
-    return kinds.get(type(crossing), Update)(
+    kind = ElasticUpdate if crossing.members is not None else LocalUpdate if isinstance(crossing, LocalCrossing) else Update
+    return kind(
         state=passes.state,
         gather=gather,
         rules=Rules(crossing.averaged_over, passes.loss_scaling.enabled, limit, passes.options.normalize),
@@ -592,7 +587,7 @@ def _grouping(accumulation_steps: AccumulationSteps, options: UpdateOptions, cro
         drops_last_group=options.drop_last_group,
         is_sharded=isinstance(crossing, MeshCrossing),
         none_is_empty=options.none_is_empty,
-        dealing=ElasticDealing(crossing.members) if isinstance(crossing, (ElasticCrossing, ElasticShardsCrossing)) else None,
+        dealing=ElasticDealing(crossing.members) if crossing.members is not None else None,
     )
 
 

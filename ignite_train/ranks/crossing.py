@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ignite_train.model.gradients import Gradients, may_trust_norm
 from ignite_train.ranks.data_ranks import DataRanks
+from ignite_train.ranks.members import Members
 from ignite_train.ranks.messages import Outgoing
 from ignite_train.ranks.statistics import Statistics
 
@@ -31,6 +32,7 @@ class Crossing:
             its backwards are done.
         forward_is_local: whether a rank can run `module` on its own: its forward has no collective.
         learns_outcome: whether `close` has something to do.
+        members: the replicas that take part, where they come and go; None where they do not.
         data_ranks: over which ranks samples differ.
     """
 
@@ -38,6 +40,7 @@ class Crossing:
     learns_outcome = False
     may_drop_micro_batches = True
     forward_is_local = True
+    members: Members | None = None
 
     def __init__(self, model: nn.Module) -> None:
         self.module = model

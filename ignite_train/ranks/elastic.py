@@ -37,6 +37,8 @@ class ElasticCrossing(Crossing):
         members: the replicas that take part.
     """
 
+    members: Members
+
     def __init__(self, model: nn.Module, members: Members) -> None:
         super().__init__(model)
         self.members = members
@@ -79,6 +81,8 @@ class ElasticShardsCrossing(FSDPCrossing):
         members: the replicas that take part.
         in_each: see there.
     """
+
+    members: Members
 
     def __init__(self, root: nn.Module, placeholders: Placeholders, members: Members, *, in_each: bool) -> None:
         super().__init__(root, placeholders, in_each=in_each)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ignite_train.errors import MembersChangedError, NoQuorumError
 from ignite_train.ranks import collectives
-from ignite_train.ranks.elastic import ElasticCrossing, ElasticShardsCrossing
 from ignite_train.ranks.members import Members
 from ignite_train.trainer import Trainer
 from ignite_train.update.update import Update
@@ -41,9 +40,9 @@ class ElasticUpdate(Update):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        crossing = self.gather.crossing
-        assert isinstance(crossing, (ElasticCrossing, ElasticShardsCrossing))  # noqa: S101  # `create` has paired them
-        self.members = crossing.members
+        members = self.gather.crossing.members
+        assert members is not None  # noqa: S101  # `create` has paired them
+        self.members = members
         self.mark_everything()
 
     def join(self, trainer: Trainer, capture: Callable[[], Tensor], restore: Callable[[Tensor], None]) -> None:

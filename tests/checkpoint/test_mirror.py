@@ -613,7 +613,8 @@ def test_the_run_that_was_started_last_is_the_one_that_writes(here: Path, store:
 def test_what_a_mirror_may_be(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told in one line when it is named."""
     with pytest.raises(
-        ValueError, match=r"^directory must be a path on a disk where mirror='memory://one' is given, got 'memory://two'$"
+        ValueError,
+        match=r"^directory must be a path on a disk where mirror='memory://one' is given, got 'memory://two'; leave out mirror",
     ):
         Checkpoint("memory://two", mirror="memory://one")
     with pytest.raises(
