@@ -26,6 +26,7 @@ PEERS = ("pytorch-ignite", "lightning", "accelerate", "transformers")
 # Script, its heading, and what makes it quick.
 SCRIPTS = (
     ("overhead.py", "Cost of the loop", ["--repetitions", "2", "--accumulation", "4", "--stretches", "3"]),
+    ("start.py", "Start", ["--repetitions", "1", "--only", "checkpoint"]),
     ("compiled.py", "Compiled updates", ["--repetitions", "1", "--accumulation", "1", "--only", "width 64"]),
     ("instructions.py", "Instructions of an update", ["--print", "--only", "no peer"]),
     ("optimizer_phase.py", "Optimizer phase", ["--repetitions", "2", "--parameters", "5"]),
