@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ignite_train.fast.compiled_gather import CompiledGather, say_why_not_compiled
 from ignite_train.fast.compiled_step import CompiledStep
+from ignite_train.fast.direct_engine import direct_engine
 from ignite_train.fast.folded_step import FoldedStep, FoldedSteps, why_never_folded
 from ignite_train.fast.queued_step import QueuedStep, StepIfNotMade
 from ignite_train.model.optimizers import Optimizers
@@ -52,8 +53,20 @@ def choose(update: Update, optimizers: Optimizer | Optimizers, compile: Compile,
     if not update.options.fast or update.options.closure:
         return
     _fold(update)
+    _run_engine(update)
     if settings is not None and isinstance(optimizers, Optimizer):
         _compile(update, optimizers, settings)
+
+
+def _run_engine(update: Update) -> None:
+    """Backward is one call of torch's engine.
+
+    Not where ranks wait for each other in it: `HangWatch` knows by the frames of torch that they do.
+    """
+    gather = update.gather
+    is_plain = gather.passes.run_backward is torch.autograd.backward and gather.statistics.on_host
+    if is_plain and isinstance(gather.crossing, AloneCrossing):
+        gather.passes.engine = direct_engine()
 
 
 def _fold(update: Update) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ignite_train.device.to_device import ToDevice
@@ -37,6 +38,18 @@ from ignite_train.update.weak_method import WeakMethod
 __all__ = ["ForwardBackward"]
 
 
+class Engine(NamedTuple):
+    """Torch's engine, without what `torch.autograd.backward` does around it.
+
+    Attributes:
+        run: called with the tensors, and with a gradient of each, two tuples; adds to `.grad` and keeps no graph.
+        may_not: whether `torch.autograd.backward` would refuse to run now, or do something else.
+    """
+
+    run: Callable[..., object]
+    may_not: Callable[[], bool]
+
+
 @dataclass(kw_only=True)
 class ForwardBackward:
     """Runs forward and backward; each micro-batch of an update is run by this, also where it is run again.
@@ -46,6 +59,7 @@ class ForwardBackward:
         module: without.
         user_forward: the user's function; in its first run it is looked at for mistakes.
         run_backward: as `torch.autograd.backward`; given the loss alone, it keeps or makes the graph that the options ask for.
+        engine: takes the place of `run_backward` for losses that are plain tensors, if an acceleration has set it.
         transfer: copies micro-batches to the device; None on the CPU.
         precision: of forward.
         loss_scaling: multiplies the loss.
@@ -74,6 +88,7 @@ class ForwardBackward:
     state: TrainState
     options: UpdateOptions
     counts: bool = True
+    engine: Engine | None = None
     awaits_size: bool = False
     is_other: bool = False
     name: str | None = None
@@ -131,7 +146,15 @@ class ForwardBackward:
 
     def backward(self, output: ForwardOutput) -> None:
         """Adds the gradients of the loss, times the loss scale, to `.grad`."""
-        self.run_backward(self.scaled(output.loss))
+        self.backward_from(output.loss)()
+
+    def backward_from(self, loss: Tensor) -> Callable[[], object]:
+        """What runs backward from the loss, times the loss scale. It is called where no frame of ours stands in between."""
+        engine, is_plain = self.engine, loss.requires_grad and self.loss_scaling.scale == 1.0
+        scaled = loss if is_plain else self.scaled(loss)
+        if engine is None or type(scaled) is not Tensor or engine.may_not():
+            return partial(self.run_backward, scaled)
+        return partial(engine.run, (scaled,), (torch.ones_like(scaled),))
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for backward."""

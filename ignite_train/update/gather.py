@@ -98,7 +98,7 @@ class Gather:
                         # All sums are known before backward. Sent now, they arrive while it runs, ahead of its gradients.
                         outgoing = Outgoing(trainer.requests, trainer.piggybacks)
                         crossing.start(outgoing, self.statistics, gradients, state.forward_output.loss)
-                    passes.run_backward(passes.scaled(state.forward_output.loss))
+                    passes.backward_from(state.forward_output.loss)()
                     # The next backward adds to these gradients in place, which must not reach those of another parameter.
                     gradients.separate()
                     for callback in self._on_backward:

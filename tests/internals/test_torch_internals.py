@@ -506,10 +506,26 @@ OF_TORCH: dict[Callable[[], bool], tuple[str, ...]] = {
     counted_steps: ("COUNTS_STEPS",),
     pass_of_a_loader: ("ITERATOR", "end_workers", "pass_of", "sampler_pass_of"),
 }
+
+
+def engine_of_backward() -> bool:
+    """Called with a loss and its gradient it adds to `.grad`, and keeps no graph; whether a transform is active is told."""
+    weight, engine = torch.tensor(3.0, requires_grad=True), torch.autograd.Variable._execution_engine
+    arguments = {"keep_graph": False, "create_graph": False, "inputs": (), "allow_unreachable": True, "accumulate_grad": True}
+    loss = weight.square()
+    engine.run_backward((loss,), (torch.ones_like(loss),), **arguments)
+    with pytest.raises(RuntimeError, match="second time"):
+        engine.run_backward((loss,), (torch.ones_like(loss),), **arguments)
+    is_transformed, seen = torch._C._are_functorch_transforms_active, list[bool]()
+    torch.func.grad(lambda x: (seen.append(is_transformed()), x.sum())[1])(torch.ones(1))
+    return weight.grad is not None and weight.grad.item() == 6.0 and not is_transformed() and seen == [True]
+
+
 # Those that stand in `fast/`, by their names in torch.
 OF_FAST: dict[Callable[[], bool], tuple[str, ...]] = {
     fused_kernels: ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),
     gradient_mode: ("_C", "_set_grad_enabled"),
+    engine_of_backward: ("_are_functorch_transforms_active", "_execution_engine"),
     running_profiler: ("_is_profiler_enabled", "_profiler_enabled"),
     any_autocast: ("_is_any_autocast_enabled",),
     noted_steps: ("_opt_called",),
