@@ -35,7 +35,7 @@ from ignite_train.update.loss_terms import LossTerms
 from ignite_train.update.options import UpdateOptions
 from ignite_train.update.weak_method import WeakMethod
 
-__all__ = ["ForwardBackward"]
+__all__ = ["Engine", "ForwardBackward"]
 
 
 class Engine(NamedTuple):
