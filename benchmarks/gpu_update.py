@@ -1,4 +1,4 @@
-"""One loop at a time on one GPU, which it has for itself: time of an update, kernels, launches, and what the host waits for.
+"""Loops alone on one GPU, one after the other: time of an update, kernels, launches, and waits of the host.
 
     python benchmarks/gpu_update.py
     python benchmarks/gpu_update.py --dry-run      # on the CPU at a tiny size: shows that it runs, measures nothing
@@ -23,19 +23,18 @@ import contestants
 from card import card, now, wait_for
 from contestants import REFERENCE
 from gpt2 import VOCABULARY, Training
-from gpu_speed import DEFAULTS
+from gpu_speed import DEFAULTS, UPDATE
 from gpu_tiny import TinyTraining
 from interleaving import table
 from own_process import OwnProcess, ProcessFailedError
 from turns import Entry, Task
 
-COMPILED = 'ignite_train, compile="update"'
 LARGE = {
     REFERENCE: Entry(contestants.by_hand),
     "ignite_train": Entry(contestants.ignite_train),
     DEFAULTS: Entry(contestants.ignite_train_with_defaults),
 }
-SMALL = LARGE | {COMPILED: Entry(contestants.ignite_train_compiled)}  # at GPT-2's size it compiles for minutes
+SMALL = LARGE | {UPDATE: Entry(contestants.ignite_train_compiled)}  # at GPT-2's size it compiles for minutes
 BLOCKS, PROFILED = 4, 3
 HEAD = ["loop", "an update, by blocks", "kernels", "launches", "CUDA graphs", "waits of the host"]
 LAUNCHES, WAITS = ("cudaLaunchKernel", "cudaLaunchKernelExC"), ("cudaEventSynchronize", "cudaStreamSynchronize")

@@ -3,8 +3,8 @@
     python benchmarks/start.py
 
 What an update needs is imported, the model is built, and one update is made; then the same with a checkpoint on the disk, and
-with `torch.compile`. Each process says when it is done, and the clock of the one that started it counts. Graphs of inductor are
-on the disk from the first round on, as for who runs a script for the second time.
+with `torch.compile`. Each process says when it is done; the clock is that of the process which started it. Graphs of inductor
+are on the disk from the first round on, as for who runs a script for the second time.
 """
 
 import subprocess

@@ -20,7 +20,7 @@ _logger = logging.getLogger(__name__)
 
 
 class _Coming(NamedTuple):
-    """A micro-batch, what becomes of it on the device, and the event behind the copies; None if all of it is there already."""
+    """A micro-batch, what becomes of it on the device, and the event behind the copies, which is None if nothing is copied."""
 
     micro_batch: Any
     moved: Any
@@ -39,8 +39,8 @@ class ToDevice:
     the copy waits for what is computed; `ahead` has that happen before they are asked for. What a loader has pinned is not
     pinned again. Sparse and nested tensors, and what moves itself, move when they are asked for, without waiting where their
     `to` takes `non_blocking`. Memory that the loader has pinned is read while the host continues: before a loader may write
-    over it, call `await_copies`, or read a number that depends on the micro-batch. What lies on the device already is handed
-    over as it is. On other devices each copy waits.
+    over it, call `await_copies`, or read a number that depends on the micro-batch. Tensors that lie on the device already are
+    handed over unchanged. On other devices each copy waits.
 
     Args:
         device: where to.

@@ -56,7 +56,7 @@ class Reduced(NamedTuple):
         loss: Σloss.
         norm: L2 norm of the gradients in `.grad`.
         obstacles: 0 if all names of logs are known to all ranks, none ran out of memory or changes gradients, and no piggyback
-            vetoes; None where the host knows that there are none.
+            vetoes; None where the host knows that nothing stands in the way.
     """
 
     sample_size: float | Tensor
@@ -253,7 +253,7 @@ class Statistics:
         return Reduced(head.sample_size, head.loss, norm, self._vetoed(obstacles, payload))
 
     def _own_reduced(self, norm: Tensor | None) -> Reduced | None:
-        """The same of this rank, which is alone; what the host knows is not sent to the device, where each costs time."""
+        """The same of this rank, which is alone; numbers that the host knows are not sent to the device."""
         size, loss = self._sums
         if norm is None or not isinstance(loss, Tensor) or self.num_out_of_memory or self._requests.changes_gradients:
             return None
@@ -322,7 +322,7 @@ class Statistics:
         return Totals(sample_size, loss, self._count, self.num_out_of_memory, logs, self._requests, norm), payload
 
     def _read_own(self, norm: float | Tensor | None) -> Totals:
-        """The sums of this rank, of which those that lie on the device are read in one transfer."""
+        """The sums of this rank; one transfer reads all that lies on the device."""
         if not self._reading.under_way:
             self.send(norm)
         read = iter(self._reading.receive() if self._reading.under_way else [])

@@ -149,7 +149,7 @@ class ForwardBackward:
         self.backward_from(output.loss)()
 
     def backward_from(self, loss: Tensor) -> Callable[[], object]:
-        """What runs backward from the loss, times the loss scale. It is called where no frame of ours stands in between."""
+        """Gives a function that runs backward from the loss, times the loss scale, with no frame of ours in between."""
         engine, is_plain = self.engine, loss.requires_grad and self.loss_scaling.scale == 1.0
         scaled = loss if is_plain else self.scaled(loss)
         if engine is None or type(scaled) is not Tensor or engine.may_not():

@@ -614,7 +614,8 @@ def test_what_a_mirror_may_be(here: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """Told in one line when it is named."""
     with pytest.raises(
         ValueError,
-        match=r"^directory must be a path on a disk where mirror='memory://one' is given, got 'memory://two'; leave out mirror",
+        match=r"^directory must be a path on a disk where mirror='memory://one' is given, got 'memory://two'; "
+        r"leave out mirror=, or name a directory$",
     ):
         Checkpoint("memory://two", mirror="memory://one")
     with pytest.raises(

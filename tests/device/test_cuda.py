@@ -1,4 +1,4 @@
-"""What only a GPU of CUDA can show. Skipped elsewhere; docs/accelerators.md says where it was run.
+"""Tests of what only a GPU of CUDA can show. Skipped elsewhere; docs/accelerators.md says where it was run.
 
 What holds on every device is in test_accelerator.py.
 """
@@ -150,7 +150,7 @@ def test_steps_that_are_queued_are_those_that_the_host_asks_for(name: str, preci
 
 
 def test_an_update_that_is_not_finite_is_not_made() -> None:
-    """The queued step leaves every bit as it was, moments and numbers of steps too, when the error is raised."""
+    """When the error is raised, parameters, moments and numbers of steps have every bit that they had before the update."""
     trainer, model, optimizer = make()
     batches = data()[: 6 * STEPS]
     batches[4 * STEPS + 2] = (torch.full_like(batches[0][0], torch.nan), batches[0][1])
@@ -171,7 +171,7 @@ def test_an_update_that_is_not_finite_is_not_made() -> None:
 @pytest.mark.parametrize("steps", [1, STEPS])
 @pytest.mark.parametrize("compiled", ["update", {"update": True, "mode": "default"}], ids=["graphs", "no_graphs"])
 def test_a_compiled_update_runs_as_cuda_graphs(compiled: Any, steps: int, caplog: pytest.LogCaptureFixture) -> None:
-    """One launch of a graph for each micro-batch; the numbers and the parameters are those without compiling."""
+    """A graph is launched once for each micro-batch; the numbers and the parameters are those without compiling."""
     ends = []
     for compile_ in (False, compiled):
         trainer, model, _ = make(steps=steps, compile=compile_)
@@ -198,7 +198,7 @@ def test_a_compiled_update_runs_as_cuda_graphs(compiled: Any, steps: int, caplog
 @compiling.lets_torch_read_grad
 @pytest.mark.parametrize("steps", [1, STEPS])
 def test_a_compiled_run_is_resumed_bitwise(steps: int, tmp_path: Path) -> None:
-    """With dropout inside of CUDA graphs, whose generators go on where they were; stopped in the middle of an epoch."""
+    """With dropout inside of CUDA graphs, whose generators continue from the saved state; stopped in the middle of an epoch."""
 
     def run(place: Path, *, seed: int, **until: int) -> Any:
         trainer, model, optimizer = make(steps=steps, dropout=0.5, compile="update")

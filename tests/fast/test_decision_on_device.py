@@ -300,7 +300,7 @@ _border = st.sampled_from([0.0, 1.0, math.inf, math.nan, 1.7e308, 5e-324, 3.4e38
 )
 @settings(max_examples=400, deadline=None, derandomize=True)
 def test_both_decisions_are_of_one_arithmetic(knows, size, loss, norm, ranks, scale, clip):
-    """Whatever the sums are, the device skips what the host skips, and divides by what the host divides by.
+    """Whatever the sums are, device and host skip the same updates, and divide by the same number.
 
     Also where the host knows the sample size, and whether something stands in the way.
     """
