@@ -7,11 +7,24 @@ import warnings
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "L40S": 362.0, "RTX 4090": 165.0}  # dense bf16, by data sheets
 DRY_RUN = "CPU, a dry run whose figures mean nothing"
 _PRODUCTS = 10
 _WAIT = "called a synchronizing CUDA operation"  # the mode itself warns, in other words, that it does not see all of them
+
+
+def settle(device: str) -> None:
+    """Torch's settings in a process that trains: matrix products in TF32, and one thread on the CPU."""
+    torch.set_float32_matmul_precision("high")
+    if device == "cpu":
+        torch.set_num_threads(1)
+
+
+def profiler(device: str) -> Any:
+    """Torch's profiler, of the host and of the device."""
+    return profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])])
 
 
 def wait_for(device: str) -> None:

@@ -7,6 +7,8 @@ First GPT-2's shapes in bf16, not compiled. Each token comes with features of th
 memory, so that a micro-batch has 25 MB to copy. The loop by hand, Ignite's and those of Accelerate and Transformers move it
 where they use it, without waiting. Then the contestants of `gpu_tiny.py` on one network.
 
+- GPU busy: how long at least one kernel or copy runs in an update. The profiler does not change it, so what an update takes
+  without the profiler, in `gpu_speed.py` and `gpu_tiny.py`, less this is how long the GPU is idle there.
 - Launches: calls of the host that launch a kernel or a CUDA graph; how many of them a graph.
 - Waits, debug mode: what `torch.cuda.set_sync_debug_mode("warn")` warns of in an update. It does not see waits for an event.
 - Waits, trace: calls of CUDA in which the host waits, from torch's profiler; and the part of the time in which it does.
@@ -33,12 +35,12 @@ from typing import Annotated, Any
 import torch
 import typer
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 from typer import Option
 
 import contestants
 import peers
-from card import WaitWarnings, card, wait_for
+from card import WaitWarnings, card, profiler, settle, wait_for
 from contestants import REFERENCE, Work
 from gpt2 import BATCHES, VOCABULARY, Training, loss_of
 from gpu_tiny import ENTRIES, TinyTraining
@@ -63,6 +65,7 @@ SECONDS = 150.0  # to wait for a contestant, which may have to compile
 HEAD = [
     "loop",
     "ms an update",
+    "GPU busy, ms",
     "launches (graphs)",
     "waits an update, debug mode",
     "waits an update, trace",
@@ -90,7 +93,7 @@ class WatchedMicroBatches:
 
     def __init__(self, batches: list[Any], *, steps: int, device: str, file: Path) -> None:
         self._batches, self._steps, self._device, self._file = batches, steps, device, file
-        self._warnings, self._profiler = WaitWarnings(device), _profiler(device)
+        self._warnings, self._profiler = WaitWarnings(device), profiler(device)
         self.waits = math.nan
 
     def __len__(self) -> int:
@@ -110,7 +113,7 @@ class WatchedMicroBatches:
             self._profiler.start()  # an update for nothing: the first time takes long
         if update == WATCHED + 1:
             self._stop()
-            self._profiler = _profiler(self._device)
+            self._profiler = profiler(self._device)
             self._profiler.start()
         if WATCHED + 1 <= update <= WATCHED + 1 + PROFILED:
             with record_function(MARK):
@@ -122,10 +125,6 @@ class WatchedMicroBatches:
     def _stop(self) -> None:
         wait_for(self._device)
         self._profiler.stop()
-
-
-def _profiler(device: str) -> Any:
-    return profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])])
 
 
 def moved_loss(model: nn.Module, micro_batch: tuple[Tensor, ...], *, device: str) -> Tensor:
@@ -159,9 +158,7 @@ class Seen:
 
 def watch(connection: Connection, entry: Entry, task: Task, keep: Path | None) -> None:
     """Waits for a message, trains, and answers with what was seen."""
-    torch.set_float32_matmul_precision("high")
-    if task.device == "cpu":
-        torch.set_num_threads(1)
+    settle(task.device)
     connection.recv()
     work = task.work(entry.compiled)
     with tempfile.TemporaryDirectory() as directory:
@@ -229,7 +226,8 @@ def row(name: str, seen: Seen) -> list[str]:
     parts = [found.copied_beside, found.idle_between, found.idle_in_step, found.idle]
     shown = ["-" if math.isnan(part) else f"{part:.1%}" for part in parts]
     launches = f"{found.launches:.0f} ({found.graphs:g})"
-    return [name, f"{found.milliseconds:.3g}", launches, f"{seen.waits:g}", waits, f"{found.waited:.1%}", order, *shown]
+    times = [f"{time:.3g}" for time in (found.milliseconds, found.busy_milliseconds)]
+    return [name, *times, launches, f"{seen.waits:g}", waits, f"{found.waited:.1%}", order, *shown]
 
 
 def main(
@@ -244,14 +242,15 @@ def main(
     dry_run: Annotated[bool, Option("--dry-run", help="On the CPU, tiny: the figures mean nothing.")] = False,
 ) -> None:
     """Profile updates on one GPU."""
-    until = time.perf_counter() + 60 * minutes
+    started = time.perf_counter()
     size = (2, 64, 16, 2, 128, "cpu") if dry_run else (12, 768, 1024, samples, VOCABULARY, "cuda")
     tasks: list[tuple[Task, dict[str, Entry], Path | None]] = [
         (HostTraining(*size, steps), LARGE, keep),
         (TinyTraining(network, size[-1], 1), SMALL, None),
     ]
     print(f"{card()}.")
-    for task, everyone, folder in tasks:
+    for number, (task, everyone, folder) in enumerate(tasks, start=1):
+        until = started + 60 * minutes * number / len(tasks)
         entries = {name: entry for name, entry in everyone.items() if only in name or name == REFERENCE}
         shown, traces = compare(entries, task, until, folder)
         print(f"\n{task}:\n\n{shown}", flush=True)

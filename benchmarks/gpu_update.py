@@ -11,17 +11,17 @@ than those of two: for a comparison take `gpu_speed.py` and `gpu_tiny.py`, in wh
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Annotated, Any
 
-import torch
 import typer
-from torch.profiler import ProfilerActivity, profile
 from typer import Option
 
 import contestants
-from card import card, now, wait_for
-from contestants import REFERENCE
+from card import card, now, profiler, settle, wait_for
+from contestants import REFERENCE, WITHOUT_FAST
 from gpt2 import VOCABULARY, Training
 from gpu_speed import DEFAULTS, UPDATE
 from gpu_tiny import TinyTraining
@@ -33,6 +33,7 @@ LARGE = {
     REFERENCE: Entry(contestants.by_hand),
     "ignite_train": Entry(contestants.ignite_train),
     DEFAULTS: Entry(contestants.ignite_train_with_defaults),
+    f"ignite_train, {WITHOUT_FAST}": Entry(partial(contestants.ignite_train, fast=False)),
 }
 SMALL = LARGE | {UPDATE: Entry(contestants.ignite_train_compiled)}  # at GPT-2's size it compiles for minutes
 BLOCKS, PROFILED = 4, 3
@@ -52,8 +53,7 @@ class Blocks:
     def __init__(self, batches: list[Any], task: Task, updates: int) -> None:
         self._batches, self._task, self._updates = batches, task, updates
         self._first = max(6, updates // 4)
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if task.device == "cuda" else [])]
-        self._profiler = profile(activities=activities)
+        self._profiler = profiler(task.device)
         self.seconds: list[float] = []
 
     def __len__(self) -> int:
@@ -86,9 +86,7 @@ class Blocks:
 
 def watch(connection: Connection, entry: Entry, task: Task, updates: int) -> None:
     """Waits for a message, trains, and answers with the seconds of each block and the numbers."""
-    torch.set_float32_matmul_precision("high")
-    if task.device == "cpu":
-        torch.set_num_threads(1)
+    settle(task.device)
     connection.recv()
     work = task.work(entry.compiled)
     work.micro_batches = blocks = Blocks(work.micro_batches, task, updates)
@@ -96,17 +94,26 @@ def watch(connection: Connection, entry: Entry, task: Task, updates: int) -> Non
     connection.send((blocks.seconds, blocks.numbers()))
 
 
-def row(name: str, entry: Entry, task: Task, updates: int) -> list[str]:
-    """A line of the table."""
-    process = OwnProcess(watch, entry, task, updates)
-    try:
-        process.send("begin")
-        seconds, numbers = process.receive(150.0)
-    except ProcessFailedError as error:
-        return [name, f"failed: {error}", *[""] * (len(HEAD) - 2)]
-    finally:
-        process.end()
-    return [name, ", ".join(f"{second * 1e3:.3g}" for second in seconds) + " ms", *(f"{number:.1f}" for number in numbers)]
+def rows(everyone: dict[str, Entry], task: Task, updates: int, until: float) -> list[list[str]]:
+    """The lines of a table. All processes are there from the beginning, and work one after the other."""
+    found: list[list[str]] = []
+    with ExitStack() as stack:
+        processes = {name: stack.enter_context(OwnProcess(watch, entry, task, updates)) for name, entry in everyone.items()}
+        for name, process in processes.items():
+            if time.perf_counter() > until:
+                found.append([name, "left out: the time was over", *[""] * (len(HEAD) - 2)])
+                continue
+            try:
+                process.send("begin")
+                seconds, numbers = process.receive(150.0)
+            except ProcessFailedError as error:
+                found.append([name, f"failed: {error}", *[""] * (len(HEAD) - 2)])
+                continue
+            finally:
+                process.end()
+            blocks = ", ".join(f"{second * 1e3:.3g}" for second in seconds)
+            found.append([name, f"{blocks} ms", *(f"{number:.1f}" for number in numbers)])
+    return found
 
 
 def main(
@@ -124,8 +131,7 @@ def main(
     ]
     print(f"{card()}.")
     for task, everyone, updates in tasks:
-        rows = [row(name, entry, task, updates) for name, entry in everyone.items() if time.perf_counter() < until]
-        print(f"\n{task}; blocks of {updates} updates:\n\n{table(HEAD, rows)}", flush=True)
+        print(f"\n{task}; blocks of {updates} updates:\n\n{table(HEAD, rows(everyone, task, updates, until))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -127,6 +127,7 @@ class Findings:
     Attributes:
         updates: whole ones in the trace.
         milliseconds: of an update, from its beginning on the host to that of the next one.
+        busy_milliseconds: of an update, in which the device does something.
         launches: of kernels and of graphs in an update, by the host.
         graphs: of these, those of CUDA graphs.
         waits: how often the host waits in an update, by the name of the call.
@@ -142,6 +143,7 @@ class Findings:
 
     updates: int
     milliseconds: float
+    busy_milliseconds: float
     launches: float
     graphs: float
     waits: dict[str, float]
@@ -158,17 +160,18 @@ def findings(trace: Trace) -> Findings:
     """What a trace says about its updates."""
     updates = trace.updates()
     if not updates:
-        return Findings(0, math.nan, math.nan, math.nan, {}, math.nan, 0, 0, *[math.nan] * 4)
+        return Findings(0, math.nan, math.nan, math.nan, math.nan, {}, math.nan, 0, 0, *[math.nan] * 4)
     whole = trace.between(trace.marks[0], trace.marks[-1])
     microseconds = (trace.marks[-1] - trace.marks[0]) / len(updates)
     orders = [order for update in updates if (order := _step_before_wait(update)) is not None]
     return Findings(
         updates=len(updates),
         milliseconds=microseconds / 1000,
+        busy_milliseconds=_total(merged(one.span for one in whole.device)) / len(updates) / 1000,
         launches=len(whole.launches) / len(updates),
         graphs=sum("Graph" in launch.name for launch in whole.launches) / len(updates),
         waits={name: times / len(updates) for name, times in Counter(wait.name for wait in whole.waits).items()},
-        waited=sum(wait.end - wait.begin for wait in whole.waits) / len(updates) / microseconds,
+        waited=_total(whole.waits) / len(updates) / microseconds,
         queued=sum(orders),
         stepped=len(orders),
         copied_beside=_copied_beside(whole.device),
@@ -191,7 +194,7 @@ def is_step(one: DeviceSpan) -> bool:
 
 def _copied_beside(device: Sequence[DeviceSpan]) -> float:
     copies = [one for one in device if one.category == "gpu_memcpy" and "HtoD" in one.span.name and one.num_bytes >= LARGE_COPY]
-    whole = sum(copy.span.end - copy.span.begin for copy in copies)
+    whole = _total(copy.span for copy in copies)
     beside = 0.0
     for stream in {copy.stream for copy in copies}:
         busy = merged(one.span for one in device if one.category == "kernel" and one.stream != stream)
@@ -208,6 +211,10 @@ def merged(spans: Iterable[Span]) -> list[Span]:
         else:
             found.append(Span(span.begin, span.end, ""))
     return found
+
+
+def _total(spans: Iterable[Span]) -> float:
+    return sum(span.end - span.begin for span in spans)
 
 
 def _overlap(span: Span, others: Iterable[Span]) -> float:
@@ -229,7 +236,7 @@ def _idle(device: Sequence[DeviceSpan]) -> float:
     busy = merged(one.span for one in device)
     if not busy:
         return math.nan
-    return 1 - sum(span.end - span.begin for span in busy) / (busy[-1].end - busy[0].begin)
+    return 1 - _total(busy) / (busy[-1].end - busy[0].begin)
 
 
 def idle_in_optimizer_phase(trace: Trace) -> float:

@@ -22,7 +22,7 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 import contestants
-from card import forget_peak, free_cached, now, peak_gib, wait_for
+from card import forget_peak, free_cached, now, peak_gib, settle, wait_for
 from contestants import Contestant, MicroBatches, Outcome, Work
 from interleaving import Rounds, interleave
 from own_process import Failure, OwnProcess, ProcessFailedError
@@ -156,9 +156,7 @@ class Turns:
 
 def train_in_turns(connection: Connection, entry: Entry, tasks: Sequence[Task]) -> None:
     """For each task: waits for a message, answers with what three updates gave, takes turns, answers with its peak memory."""
-    torch.set_float32_matmul_precision("high")
-    if tasks[0].device == "cpu":
-        torch.set_num_threads(1)
+    settle(tasks[0].device)
     for task in tasks:
         connection.recv()
         gc.collect()

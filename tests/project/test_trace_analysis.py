@@ -79,6 +79,7 @@ def test_it_counts_waits_and_launches() -> None:
     found = analysis().findings(trace())
 
     assert (found.updates, found.milliseconds) == (2, 1.0)
+    assert found.busy_milliseconds == pytest.approx(0.8)  # 50 to 700, and 750 to 900
     assert found.waits == {"cudaEventSynchronize": 1.0}
     assert found.waited == pytest.approx(0.8)
     assert (found.launches, found.graphs) == (3.0, 0.0)
