@@ -30,6 +30,7 @@ from write_results import HERE, circumstances, sections_of
 
 FILE, PICTURE = "results-gpu.md", "gpu_trace.png"
 PICTURES = HERE.parent / "docs/pictures"
+CUT_OFF = "\nThis part was cut off here.\n"
 SLACK = 45.0  # seconds that a part may take longer than it was given
 READING = (
     "Ratios are to the loop by hand in the same run, in interleaved rounds; median (first to third quartile). Look at the line "
@@ -101,7 +102,7 @@ def run(part: Part, into: Path, minutes: float, *, dry_run: bool) -> bool:
         assert process.stdout is not None  # noqa: S101  # it is a pipe
         for line in process.stdout:
             text += line
-            write(into, {part.heading: text})
+            write(into, {part.heading: text + CUT_OFF})  # which the last line takes away, if it comes so far
         status = process.wait()
         timer.cancel()
     took = f"{time.perf_counter() - started:.0f} s"
