@@ -14,6 +14,7 @@ from ignite_train.fast.compiled_step import CompiledStep
 from ignite_train.fast.direct_engine import direct_engine
 from ignite_train.fast.folded_step import FoldedStep, FoldedSteps, why_never_folded
 from ignite_train.fast.queued_step import QueuedStep, StepIfNotMade
+from ignite_train.fast.unwrapped_step import UnwrappedStep
 from ignite_train.model.optimizers import Optimizers
 from ignite_train.ranks.crossing import AloneCrossing
 from ignite_train.ranks.statistics import Statistics
@@ -74,6 +75,7 @@ def _fold(update: Update) -> None:
     stepper, gather = update.stepper, update.gather
     if isinstance(stepper, OneStepper):
         if why_never_folded(stepper.optimizer) is not None:
+            update.stepper = UnwrappedStep(stepper)
             return
         folded: FoldedStep | FoldedSteps = FoldedStep(stepper)
     elif isinstance(stepper, SeveralSteppers):

@@ -18,14 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from ignite_train.internals.of_torch import (
-    foreach_add_,
-    foreach_sub_,
-    step_post_hooks_of,
-    step_post_hooks_of_all,
-    step_pre_hooks_of,
-    step_pre_hooks_of_all,
-)
+from ignite_train.fast.unwrapped_step import why_wrapped
+from ignite_train.internals.of_torch import foreach_add_, foreach_sub_
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.group_tensors import GroupTensors, SteppedGroup, gather
 from ignite_train.model.memory_layout import pairs_with
@@ -45,7 +39,6 @@ _KNOWN[AdamW] = _KNOWN[Adam]
 _SWITCHES = {"amsgrad", "dampening", "lr_decay", "maximize", "momentum", "nesterov", "weight_decay"}
 _PRIVATE = [(torch, name) for name in ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")]
 _PRIVATE += [(torch.autograd, "_profiler_enabled"), (torch._C, "_set_grad_enabled")]
-_SETTABLE = {"grad_scale", "found_inf", "_init_group", "_optimizer_step_code"}  # attributes that change a step
 _NOTHING, _STRIDED, _LAYOUT = repeat(None), repeat(torch.strided), attrgetter("layout")
 _FLOAT32, _DTYPE = {torch.float32}, attrgetter("dtype")
 _Number = ctypes.c_float  # how a number of steps of dtype float32 lies in memory
@@ -119,7 +112,7 @@ class DirectStep:
             grad_scale: what the gradients are divided by, on their device.
             found_inf: 1 if the step is not to be made, on their device.
         """
-        if (reason := self._never or self._why_ordinary()) is not None:
+        if (reason := self._never or why_wrapped(self._optimizer, self._class_step)) is not None:
             return reason
         calls = []
         for group in groups:
@@ -135,19 +128,6 @@ class DirectStep:
         self._watch.leave(self._optimizer)
         if "step" in vars(self._optimizer):  # a scheduler counts the calls, as `FoldedStep` has seen
             self._optimizer._opt_called = True  # type: ignore[attr-defined]
-        return None
-
-    def _why_ordinary(self) -> str | None:
-        """The obstacles that may come and go from step to step."""
-        optimizer = self._optimizer
-        if type(optimizer).step is not self._class_step:
-            return "the step of its class has been replaced"
-        if not _SETTABLE.isdisjoint(vars(optimizer)):
-            return "an attribute of it changes what its step does"
-        if step_post_hooks_of(optimizer) or step_post_hooks_of_all or step_pre_hooks_of(optimizer) or step_pre_hooks_of_all:
-            return "its step has a hook"
-        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            return "a profiler is running, which shows its step"
         return None
 
     def _why_not(self, calls: Sequence[_Call]) -> str | None:

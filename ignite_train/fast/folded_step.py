@@ -14,6 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from ignite_train.device.to_host import is_on_host
 from ignite_train.fast.direct_step import DirectStep
+from ignite_train.fast.unwrapped_step import UnwrappedStep
 from ignite_train.internals.of_torch import step_post_hooks_of, step_post_hooks_of_all, step_pre_hooks_of, step_pre_hooks_of_all
 from ignite_train.model.group_tensors import SteppedGroup, gather
 from ignite_train.model.optimizers import is_wrapped_by_scheduler
@@ -172,7 +173,8 @@ class FoldedSteps(SeveralSteppers):
     def __init__(self, plain: SeveralSteppers, *, limits_each: bool = False) -> None:
         plain_ones = [(stepper, gradients) for stepper, gradients in plain.parts if isinstance(stepper, OneStepper)]
         never = [why_never_folded(stepper.optimizer) for stepper, _ in plain_ones]
-        steps = [(one if why else FoldedStep(one), part) for (one, part), why in zip(plain_ones, never, strict=True)]
+        kinds = [UnwrappedStep if why else FoldedStep for why in never]
+        steps = [(kind(one), part) for kind, (one, part) in zip(kinds, plain_ones, strict=True)]
         super().__init__(steps, plain.watch)
         self._folded = [stepper for stepper, _ in steps if isinstance(stepper, FoldedStep)]
         self._never = next(filter(None, never), None)

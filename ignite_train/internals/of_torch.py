@@ -20,7 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks, _use_grad_for_differentiable
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -53,12 +53,14 @@ __all__ = [
     "forward_hooks_of",
     "forward_pre_hooks_of",
     "gives_sparse_gradients",
+    "grad_mode_wrapper",
     "indices_of",
     "late_hooks_of",
     "modules_of",
     "parameters_of",
     "parts_of_schedule",
     "pass_of",
+    "profiler_is_on",
     "pytree",
     "sampler_pass_of",
     "schema_of",
@@ -155,6 +157,10 @@ step_pre_hooks_of: Callable[[Optimizer], dict[int, Any]] = attrgetter("_optimize
 step_post_hooks_of: Callable[[Optimizer], dict[int, Any]] = attrgetter("_optimizer_step_post_hooks")
 step_pre_hooks_of_all: dict[int, Any] = _global_optimizer_pre_hooks
 step_post_hooks_of_all: dict[int, Any] = _global_optimizer_post_hooks
+# What torch wraps the steps of its optimizers in, to switch gradients off.
+grad_mode_wrapper: Callable[[Callable[..., Any]], Callable[..., Any]] = _use_grad_for_differentiable
+# Whether a profiler of this thread is running, for which ranges are worth their time.
+profiler_is_on: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 # In the attributes and the state of a schedule, the rates that it has set last, which `get_last_lr` tells and nothing sets.
 LATEST_RATES = "_last_lr"
 # In the attributes of the function that a schedule puts in the place of an optimizer's `step`, to see whether it is called.

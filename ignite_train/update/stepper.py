@@ -111,12 +111,16 @@ class OneStepper:
             try:
                 self.optimizer.step(*closure)  # type: ignore[arg-type]  # torch declares that a closure returns a float
             except RuntimeError as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    if not closure:
-                        error.add_note(_OUT_OF_MEMORY)
-                elif any(p.grad is not None and p.grad.dtype != p.dtype for p in self.gradients.parameters()):
-                    error.add_note(f"{type(self.optimizer).__name__} {_OTHER_DTYPE}")
+                self.explain(error, has_closure=bool(closure))
                 raise
+
+    def explain(self, error: RuntimeError, *, has_closure: bool = False) -> None:
+        """Adds to an error of the step what to do, where that is known."""
+        if isinstance(error, torch.OutOfMemoryError):
+            if not has_closure:
+                error.add_note(_OUT_OF_MEMORY)
+        elif any(p.grad is not None and p.grad.dtype != p.dtype for p in self.gradients.parameters()):
+            error.add_note(f"{type(self.optimizer).__name__} {_OTHER_DTYPE}")
 
     def _all_kernels(self) -> ExitStack:
         contexts = ExitStack()

@@ -311,6 +311,26 @@ def hooks_of_steps() -> bool:
     return all(found)
 
 
+def wrappers_of_steps() -> bool:
+    """A step is wrapped by torch in a range for profilers and hooks, in which is the one that switches gradients off."""
+    outer = torch.optim.SGD.step
+    inner = vars(outer)["__wrapped__"]
+    known = torch.optim.Optimizer.profile_hook_step(print).__code__, of_torch.grad_mode_wrapper(print).__code__
+    optimizer, modes = an_optimizer(), []
+    of_torch.grad_mode_wrapper(lambda _: modes.append(torch.is_grad_enabled()))(optimizer)
+    return (
+        (outer.__code__, inner.__code__) == known and "__wrapped__" not in vars(vars(inner)["__wrapped__"]) and modes == [False]
+    )
+
+
+def running_profilers() -> bool:
+    """Whether one is running."""
+    before = of_torch.profiler_is_on()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        within = of_torch.profiler_is_on()
+    return (before, within, of_torch.profiler_is_on()) == (False, True, False)
+
+
 def rates_of_schedules() -> bool:
     """`get_last_lr` and the state of a schedule give what stands under the name."""
     schedule = StepLR(an_optimizer(), 1, gamma=0.5)
@@ -501,6 +521,8 @@ OF_TORCH: dict[Callable[[], bool], tuple[str, ...]] = {
     shared_contents: ("share_contents",),
     hooks_of_modules: ("forward_hooks_of", "forward_pre_hooks_of"),
     hooks_of_steps: ("step_post_hooks_of", "step_post_hooks_of_all", "step_pre_hooks_of", "step_pre_hooks_of_all"),
+    wrappers_of_steps: ("grad_mode_wrapper",),
+    running_profilers: ("profiler_is_on",),
     rates_of_schedules: ("LATEST_RATES",),
     schedules_of_schedules: ("parts_of_schedule",),
     counted_steps: ("COUNTS_STEPS",),
