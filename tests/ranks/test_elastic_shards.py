@@ -276,7 +276,8 @@ def test_a_replica_that_has_lost_a_rank_is_lost(tmp_path: Path, rank: int, numbe
 CASES = [(seed, 2 + (seed % 4 == 0), ("samples", "tokens", "workers")[seed % 3]) for seed in range(1, 11)]
 
 
-@pytest.mark.parametrize(("seed", "num_replicas", "batches"), [slow(*CASES[0]), *(nightly(*case) for case in CASES[1:])])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("seed", "num_replicas", "batches"), CASES)
 def test_replicas_of_which_ranks_are_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, num_replicas: int, batches: str
 ) -> None:
