@@ -102,7 +102,7 @@ def run(part: Part, into: Path, minutes: float, *, dry_run: bool) -> bool:
         assert process.stdout is not None  # noqa: S101  # it is a pipe
         for line in process.stdout:
             text += line
-            write(into, {part.heading: text + CUT_OFF})  # which the last line takes away, if it comes so far
+            write(into, {part.heading: text + CUT_OFF})  # replaced when the part has ended
         status = process.wait()
         timer.cancel()
     took = f"{time.perf_counter() - started:.0f} s"

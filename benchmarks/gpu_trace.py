@@ -25,7 +25,6 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -45,7 +44,7 @@ from contestants import REFERENCE, Work
 from gpt2 import BATCHES, VOCABULARY, Training, loss_of
 from gpu_tiny import ENTRIES, TinyTraining
 from interleaving import table
-from own_process import OwnProcess, ProcessFailedError
+from own_process import one_after_the_other
 from trace_analysis import MARK, Findings, Trace, findings
 from trace_picture import draw
 from turns import Entry, Task
@@ -195,26 +194,17 @@ def as_if_on_device(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def compare(entries: dict[str, Entry], task: Task, until: float, keep: Path | None) -> tuple[str, dict[str, Trace]]:
     """The table of all contestants, and the traces of those that are drawn, which are also kept in a folder if one is given."""
     rows, traces = list[list[str]](), dict[str, Trace]()
-    with ExitStack() as stack:
-        processes = {}
-        for name, entry in entries.items():
-            kept = keep / f"trace_{name.replace(' ', '_')}.json.gz" if keep is not None and name in DRAWN else None
-            processes[name] = stack.enter_context(OwnProcess(watch, entry, task, kept))
-        for name, process in processes.items():
-            if time.perf_counter() > until:
-                rows.append([name, "left out: the time was over", *[""] * (len(HEAD) - 2)])
-                continue
-            try:
-                process.send("begin")
-                seen = process.receive(SECONDS)
-            except ProcessFailedError as error:
-                rows.append([name, f"failed: {error}", *[""] * (len(HEAD) - 2)])
-                continue
-            finally:
-                process.end()
-            rows.append(row(name, seen))
-            if name in DRAWN:
-                traces[name] = seen.trace
+    arguments = dict[str, tuple[Any, ...]]()
+    for name, entry in entries.items():
+        kept = keep / f"trace_{name.replace(' ', '_')}.json.gz" if keep is not None and name in DRAWN else None
+        arguments[name] = (entry, task, kept)
+    for name, seen in one_after_the_other(watch, arguments, until=until, timeout=SECONDS):
+        if isinstance(seen, str):
+            rows.append([name, seen, *[""] * (len(HEAD) - 2)])
+            continue
+        rows.append(row(name, seen))
+        if name in DRAWN:
+            traces[name] = seen.trace
     return table(HEAD, rows), traces
 
 

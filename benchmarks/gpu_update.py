@@ -11,7 +11,6 @@ than those of two: for a comparison take `gpu_speed.py` and `gpu_tiny.py`, in wh
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Annotated, Any
@@ -26,7 +25,7 @@ from gpt2 import VOCABULARY, Training
 from gpu_speed import DEFAULTS, UPDATE
 from gpu_tiny import TinyTraining
 from interleaving import table
-from own_process import OwnProcess, ProcessFailedError
+from own_process import one_after_the_other
 from turns import Entry, Task
 
 LARGE = {
@@ -37,6 +36,7 @@ LARGE = {
 }
 SMALL = LARGE | {UPDATE: Entry(contestants.ignite_train_compiled)}  # at GPT-2's size it compiles for minutes
 BLOCKS, PROFILED = 4, 3
+SECONDS = 150.0  # to wait for a loop, which may have to compile
 HEAD = ["loop", "an update, by blocks", "kernels", "launches", "CUDA graphs", "waits of the host"]
 LAUNCHES, WAITS = ("cudaLaunchKernel", "cudaLaunchKernelExC"), ("cudaEventSynchronize", "cudaStreamSynchronize")
 
@@ -97,22 +97,14 @@ def watch(connection: Connection, entry: Entry, task: Task, updates: int) -> Non
 def rows(everyone: dict[str, Entry], task: Task, updates: int, until: float) -> list[list[str]]:
     """The lines of a table. All processes are there from the beginning, and work one after the other."""
     found: list[list[str]] = []
-    with ExitStack() as stack:
-        processes = {name: stack.enter_context(OwnProcess(watch, entry, task, updates)) for name, entry in everyone.items()}
-        for name, process in processes.items():
-            if time.perf_counter() > until:
-                found.append([name, "left out: the time was over", *[""] * (len(HEAD) - 2)])
-                continue
-            try:
-                process.send("begin")
-                seconds, numbers = process.receive(150.0)
-            except ProcessFailedError as error:
-                found.append([name, f"failed: {error}", *[""] * (len(HEAD) - 2)])
-                continue
-            finally:
-                process.end()
-            blocks = ", ".join(f"{second * 1e3:.3g}" for second in seconds)
-            found.append([name, f"{blocks} ms", *(f"{number:.1f}" for number in numbers)])
+    arguments = {name: (entry, task, updates) for name, entry in everyone.items()}
+    for name, answer in one_after_the_other(watch, arguments, until=until, timeout=SECONDS):
+        if isinstance(answer, str):
+            found.append([name, answer, *[""] * (len(HEAD) - 2)])
+            continue
+        seconds, numbers = answer
+        blocks = ", ".join(f"{second * 1e3:.3g}" for second in seconds)
+        found.append([name, f"{blocks} ms", *(f"{number:.1f}" for number in numbers)])
     return found
 
 

@@ -3,8 +3,10 @@
 import multiprocessing
 import os
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -90,6 +92,36 @@ class OwnProcess:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.end()
+
+
+def one_after_the_other(
+    function: Callable[..., None], arguments: dict[str, tuple[Any, ...]], *, until: float, timeout: float
+) -> Iterator[tuple[str, Any]]:
+    """Names and answers to the message "begin", of processes that are all there from the beginning and work in turn.
+
+    Args:
+        function: see `OwnProcess`.
+        arguments: of the process of each name.
+        until: when no further process begins, by `time.perf_counter`.
+        timeout: seconds to wait for each answer.
+
+    Yields:
+        Name and answer; in place of an answer the reason, a string, for which there is none.
+    """
+    with ExitStack() as stack:
+        processes = {name: stack.enter_context(OwnProcess(function, *given)) for name, given in arguments.items()}
+        for name, process in processes.items():
+            if time.perf_counter() > until:
+                yield name, "left out: the time was over"
+                continue
+            try:
+                process.send("begin")
+                answer = process.receive(timeout)
+            except ProcessFailedError as error:
+                answer = f"failed: {error}"
+            finally:
+                process.end()
+            yield name, answer
 
 
 def _run(connection: Connection, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:

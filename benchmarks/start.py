@@ -3,7 +3,7 @@
     python benchmarks/start.py
 
 What an update needs is imported, the model is built, and one update is made; then the same with a checkpoint on the disk, and
-with `torch.compile`. Each process says when it is done; the clock is that of the process which started it. Graphs of inductor
+with `torch.compile`. Each process says when it is done; the process which started it reads the clock. Graphs of inductor
 are on the disk from the first round on, as for who runs a script for the second time.
 """
 

@@ -1,7 +1,7 @@
 """The step of torch's optimizers without the two wrappers that torch puts around it, which cost a small model much.
 
-They open a range for a profiler, call hooks and switch gradients off. Where no profiler runs and there is no hook, the function
-inside of them does the same.
+They open a range for a profiler, call hooks and switch gradients off. Without a profiler and without hooks the function inside
+does the same.
 """
 
 from __future__ import annotations

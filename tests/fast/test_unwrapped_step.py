@@ -51,14 +51,14 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def stepper_of(optimizer: Optimizer) -> Stepper:
-    """That of a trainer. A step along the gradients as they are is `stepper(1.0, 1.0)`."""
+    """Makes a trainer, and gives its stepper. `stepper(1.0, 1.0)` steps along unchanged gradients."""
     model = nn.ParameterList(optimizer.param_groups[0]["params"])
     stepper: Stepper = create_trainer(model, optimizer, forward).process.stepper  # type: ignore[attr-defined]
     return stepper
 
 
 def with_gradients(kind: Callable[..., Optimizer] = SGD, **options: Any) -> Optimizer:
-    """One step away from its parameters."""
+    """Makes an optimizer over one parameter, with a gradient."""
     parameter = nn.Parameter(torch.tensor([1.0, 2.0]))
     parameter.grad = torch.tensor([0.5, -0.5])
     return kind([parameter], **({"lr": 1.0} | options))
@@ -183,14 +183,14 @@ def test_where_a_wrapper_would_do_something_the_plain_stepper_steps(
 
 @pytest.mark.parametrize("kind", [Doubles, torch.optim.Adafactor])
 def test_other_steps_are_left_alone(kind: Callable[..., Optimizer], plain: list[str]) -> None:
-    """One of a user's own, and one of torch's that is wrapped otherwise."""
+    """Left to torch are a step of a user's own, and a step of torch's with other wrappers."""
     stepper_of(with_gradients(kind))(1.0, 1.0)
 
     assert plain == [kind.__name__]  # type: ignore[attr-defined]
 
 
 def test_a_wrapper_of_torchs_that_is_not_known_is_called(plain: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a version to come might have one."""
+    """A later version of torch might have such a wrapper."""
     other = FunctionType((lambda *_: None).__code__, SGD.step.__globals__)
     vars(other)["__wrapped__"] = inspect.unwrap(SGD.step)
     monkeypatch.setattr(SGD, "step", other)

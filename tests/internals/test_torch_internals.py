@@ -323,14 +323,6 @@ def wrappers_of_steps() -> bool:
     )
 
 
-def running_profilers() -> bool:
-    """Whether one is running."""
-    before = of_torch.profiler_is_on()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        within = of_torch.profiler_is_on()
-    return (before, within, of_torch.profiler_is_on()) == (False, True, False)
-
-
 def rates_of_schedules() -> bool:
     """`get_last_lr` and the state of a schedule give what stands under the name."""
     schedule = StepLR(an_optimizer(), 1, gamma=0.5)
@@ -444,9 +436,9 @@ def gradient_mode() -> bool:
 
 def running_profiler() -> bool:
     """Both say whether a profiler of torch is running."""
-    said = [(torch.autograd._profiler_enabled(), torch.autograd.profiler._is_profiler_enabled)]
+    said = [(of_torch.profiler_is_on(), torch.autograd.profiler._is_profiler_enabled)]
     with torch.profiler.profile():
-        said.append((torch.autograd._profiler_enabled(), torch.autograd.profiler._is_profiler_enabled))
+        said.append((of_torch.profiler_is_on(), torch.autograd.profiler._is_profiler_enabled))
     return said == [(False, False), (True, True)]
 
 
@@ -522,7 +514,7 @@ OF_TORCH: dict[Callable[[], bool], tuple[str, ...]] = {
     hooks_of_modules: ("forward_hooks_of", "forward_pre_hooks_of"),
     hooks_of_steps: ("step_post_hooks_of", "step_post_hooks_of_all", "step_pre_hooks_of", "step_pre_hooks_of_all"),
     wrappers_of_steps: ("grad_mode_wrapper",),
-    running_profilers: ("profiler_is_on",),
+    running_profiler: ("profiler_is_on",),
     rates_of_schedules: ("LATEST_RATES",),
     schedules_of_schedules: ("parts_of_schedule",),
     counted_steps: ("COUNTS_STEPS",),
@@ -548,7 +540,7 @@ OF_FAST: dict[Callable[[], bool], tuple[str, ...]] = {
     fused_kernels: ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),
     gradient_mode: ("_C", "_set_grad_enabled"),
     engine_of_backward: ("_are_functorch_transforms_active", "_execution_engine"),
-    running_profiler: ("_is_profiler_enabled", "_profiler_enabled"),
+    running_profiler: ("_is_profiler_enabled",),
     any_autocast: ("_is_any_autocast_enabled",),
     noted_steps: ("_opt_called",),
     saved_tensors_hooks: ("_autograd", "_top_saved_tensors_default_hooks"),

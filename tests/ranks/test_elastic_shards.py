@@ -281,7 +281,7 @@ CASES = [(seed, 2 + (seed % 4 == 0), ("samples", "tokens", "workers")[seed % 3])
 def test_replicas_of_which_ranks_are_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, num_replicas: int, batches: str
 ) -> None:
-    """At each place, on either rank, as for replicas of one process: the end is that of a run on one process.
+    """At each place, on either rank, as for replicas of one process: they end where a run on one process ends.
 
     Some of them have a FailureBoard and a HangWatch, which must not be in the way.
     """
