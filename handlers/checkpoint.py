@@ -15,7 +15,7 @@ from ignite.engine import Engine, Events
 
 from ignite_train.arguments import directory_of, mapping_of, one_of, positive_int
 from ignite_train.checkpoint.cadence import Cadence
-from ignite_train.checkpoint.capture import HeldState, capture, run_config, versions
+from ignite_train.checkpoint.capture import HeldState, capture, paused_collection, run_config, versions
 from ignite_train.checkpoint.directory import together, try_out
 from ignite_train.checkpoint.disk import refuse_other_systems
 from ignite_train.checkpoint.manifest import Manifest, seal
@@ -324,7 +324,8 @@ class Checkpoint(Handler):
         self._refuse_unattached()
         self.saver.wait()
         self._run.begin(self._held.names(self._run))
-        manifest = self._resumption.restore(resume)
+        with paused_collection():
+            manifest = self._resumption.restore(resume)
         if manifest is not None:
             self.cadence.note_resumed(manifest)
 
@@ -439,7 +440,7 @@ class Checkpoint(Handler):
 
     def _save(self, *, is_last: bool = False) -> None:
         started, run = time.monotonic(), self._run
-        with run.trainer.section("checkpoint"):
+        with run.trainer.section("checkpoint"), paused_collection():
             for trainer in run.each_trainer:
                 trainer.verify_ranks()  # a state on which the ranks do not agree must not be saved
             manifest = self._manifest()

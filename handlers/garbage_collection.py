@@ -9,6 +9,7 @@ from ignite.engine import Events, RemovableEventHandle
 
 from ignite_train.events import Event, every
 from ignite_train.kinds_of_handlers import Handler
+from ignite_train.ranks.whereabouts import COLLECTOR
 from ignite_train.trainer import Trainer
 
 __all__ = ["GarbageCollection"]
@@ -42,7 +43,8 @@ class GarbageCollection(Handler):
 
     def _begin(self, trainer: Trainer) -> None:
         if not self._running:
-            self._was_enabled = gc.isenabled()
+            with COLLECTOR:  # no thread has it off for a moment
+                self._was_enabled = gc.isenabled()
         self._running.add(id(trainer))
         gc.disable()
         gc.collect()
@@ -51,4 +53,5 @@ class GarbageCollection(Handler):
         if trainer in self._running:
             self._running.remove(trainer)
             if self._was_enabled and not self._running:
-                gc.enable()
+                with COLLECTOR:
+                    gc.enable()

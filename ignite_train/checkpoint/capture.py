@@ -8,13 +8,14 @@ looks for what no checkpoint keeps: tensors of handlers that training changes, s
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import platform
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from types import FunctionType, MethodType
@@ -40,9 +41,10 @@ from ignite_train.model.random_state import capture_random_state, restore_random
 from ignite_train.model.tensor_digests import content_digest, tensor_digests
 from ignite_train.ranks import collectives
 from ignite_train.ranks.root_mesh import is_first_holder
+from ignite_train.ranks.whereabouts import COLLECTOR
 from ignite_train.trainer import Trainer
 
-__all__ = ["HeldState", "capture", "own_piece", "plain_config", "run_config", "versions"]
+__all__ = ["HeldState", "capture", "own_piece", "paused_collection", "plain_config", "run_config", "versions"]
 
 _logger = logging.getLogger(__name__)
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the text of an object: another one in each process
@@ -100,6 +102,23 @@ def _capture(run: SavedRun, generators: dict[str, Any]) -> Contents:
     keys = _frozen_tensors(objects, trees) & pieces.keys() if run.frozen_once else set()
     frozen = {key: pieces.pop(key) for key in sorted(keys)}  # equal weights make equal files
     return Contents(own | written, pieces, frozen=frozen, frozen_name=_name_of_frozen(frozen) if frozen else "")
+
+
+@contextmanager
+def paused_collection() -> Iterator[None]:
+    """A `with` in which Python collects no garbage on its own, for what makes many objects that all live on.
+
+    A state of a thousand tensors takes so many that Python would look through all of its memory, in every second save.
+    """
+    with COLLECTOR:
+        collects = gc.isenabled()
+        gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            with COLLECTOR:
+                gc.enable()
 
 
 def own_piece(tensor: Tensor, *, everything: bool) -> Piece | None:

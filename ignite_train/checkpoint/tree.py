@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ignite_train.arguments import describe
@@ -46,6 +46,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """The dtypes that a stored tensor may have, by name."""
 _STORABLE = {*DTYPES.values()}
+_NOT_COMPOSED = {Tensor, nn.Parameter, DTensor}
 _PLAIN = {type(None), bool, int, str}  # their values stand for themselves
 _SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", torch.Size: "tuple"}  # and not their subclasses
 KeyPath = tuple[Any, ...]
@@ -66,6 +67,8 @@ class ComposedTensor(Protocol):
 
 def is_composed(value: Any) -> bool:
     """Whether a value is such a tensor. A sharded one does not count: each rank has its part of it."""
+    if type(value) in _NOT_COMPOSED:  # most are; to ask for a protocol takes longer than to copy a small tensor
+        return False
     return isinstance(value, Tensor) and isinstance(value, ComposedTensor) and not isinstance(value, DTensor)
 
 

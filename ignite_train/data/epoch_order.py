@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # which takes as long to import as a third of this library
 
 __all__ = ["KeyedPermutation", "Order", "epoch_order"]
 
 _MULTIPLIERS = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)  # those of the hash "lowbias32" by C. Wellons, 2018
 _15, _16, _32 = np.uint32(15), np.uint32(16), np.uint64(32)
 _MAX_DRAWN = 2**16  # numbers; drawing the order of so many takes some milliseconds
-Order: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+Order: TypeAlias = "Callable[[NDArray[np.int64]], NDArray[np.int64]]"
 """From positions in the epoch to the numbers that stand there."""
 
 

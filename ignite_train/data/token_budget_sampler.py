@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Sampler
@@ -17,6 +16,9 @@ from ignite_train.arguments import describe, one_of, positive_int, whole_number
 from ignite_train.data.dealing import Dealing
 from ignite_train.data.epoch_order import Order, epoch_order
 from ignite_train.ranks import collectives
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # see epoch_order.py
 
 __all__ = ["TokenBudgetSampler"]
 

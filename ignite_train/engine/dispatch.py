@@ -426,7 +426,9 @@ def _call_all(handlers: list[Any], state: Any, event_args: tuple[Any, ...], even
                 if not any(added is other for other in known):
                     call(added, event_args, event_kwargs)
             known = tuple(handlers)
-        place = _first_due(handlers, state, place + 1)
+        place += 1
+        if place < len(handlers) and type(handlers[place][0]) is _EveryNthHandler:
+            place = _first_due(handlers, state, place)
 
 
 def call(entry: Entry, event_args: tuple[Any, ...], event_kwargs: Any) -> None:

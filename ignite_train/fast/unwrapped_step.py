@@ -46,6 +46,7 @@ class UnwrappedStep:
         self._gradients, self._watched = plain.gradients, plain.watch.stepping(plain.optimizer)
         self._class_step = type(plain.optimizer).step
         self._function = _inside(self._class_step)
+        self._known_own: Any = None  # the latest `step` of the object that was found to be a scheduler's
 
     def __call__(self, mean_factor: float, *clip_coefficients: float) -> None:
         """See `Stepper`."""
@@ -54,7 +55,8 @@ class UnwrappedStep:
             self._function is None
             or any(map(_FUSED, optimizer.param_groups))
             or why_wrapped(optimizer, self._class_step) is not None
-            or not (own is None or is_wrapped_by_scheduler(own, type(optimizer)))
+            or not (own is None or own is self._known_own or is_wrapped_by_scheduler(own, type(optimizer)))
+            or optimizer.defaults["differentiable"]
         ):
             self._plain(mean_factor, *clip_coefficients)
             return
@@ -63,16 +65,16 @@ class UnwrappedStep:
             self._gradients.multiply(factor)
         with self._watched:
             if own is not None:  # a scheduler counts the calls, and does nothing else
-                optimizer._opt_called = True  # type: ignore[attr-defined]
+                self._known_own, optimizer._opt_called = own, True  # type: ignore[attr-defined]
             grad_enabled = torch.is_grad_enabled()
-            torch.set_grad_enabled(optimizer.defaults["differentiable"])
+            torch._C._set_grad_enabled(False)
             try:
                 self._function(optimizer)
             except RuntimeError as error:
                 self._plain.explain(error)
                 raise
             finally:
-                torch.set_grad_enabled(grad_enabled)
+                torch._C._set_grad_enabled(grad_enabled)
 
 
 def why_wrapped(optimizer: Optimizer, class_step: Callable[..., Any]) -> str | None:

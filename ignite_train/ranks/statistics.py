@@ -22,6 +22,7 @@ __all__ = ["Ranks", "Reduced", "Statistics", "Totals"]
 
 _WAITS_FOR_RANKS = True  # HangWatch looks for it in the file where a rank stands
 
+_NO_REQUESTS = RankRequests()  # of an update that has not asked yet
 _SUM, _WEIGHT = "\0sum", "\0weight"  # behind the names under which the two numbers of a log travel that has a denominator
 
 
@@ -154,7 +155,7 @@ class Statistics:
         self._logs: dict[str, float | Tensor] = {}
         self._count = 0
         self.num_out_of_memory = 0
-        self._requests = RankRequests()
+        self._requests = _NO_REQUESTS
         self._norm_squared: float | Tensor = 0.0
         self._piggybacks: Sequence[Piggyback] = ()
         self._payload: list[float] = []

@@ -12,7 +12,11 @@ from typing import NamedTuple
 
 from ignite_train.internals.of_distributed import DDP_FORWARD
 
-__all__ = ["Whereabouts", "find_whereabouts"]
+__all__ = ["COLLECTOR", "Whereabouts", "find_whereabouts"]
+
+COLLECTOR = threading.Lock()
+"""Held by what switches Python's garbage collector on: a thread that reads frames has switched it off, and needs it off."""
+
 
 _MARK = "_WAITS_FOR_RANKS"  # a name that is true in each file of this library that waits for other ranks
 _THREAD_MARK = "_WAITS_FOR_THREADS"  # in a file that waits for threads, what these are called
@@ -60,20 +64,21 @@ def _top_of(thread: int) -> list[FrameType]:
     The object is then made of memory that the other thread has given to another frame by now, and the process dies of it. Some
     versions of 3.11 and 3.12 also wait forever for a lock (python/cpython#106883). So the collector pauses meanwhile.
     """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        frames: list[FrameType] = []
-        below = _frame_of(thread)
-        while below is not None:
-            frames.append(below)
-            if _module(below).partition(".")[0] not in _NOT_A_PLACE:
-                break
-            below = below.f_back
-        return frames
-    finally:
-        if collects:
-            gc.enable()
+    with COLLECTOR:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            frames: list[FrameType] = []
+            below = _frame_of(thread)
+            while below is not None:
+                frames.append(below)
+                if _module(below).partition(".")[0] not in _NOT_A_PLACE:
+                    break
+                below = below.f_back
+            return frames
+        finally:
+            if collects:
+                gc.enable()
 
 
 def _frame_of(thread: int) -> FrameType | None:

@@ -92,7 +92,7 @@ class Journal:
 
     def close(self, end: End, *, applied: bool) -> None:
         """Ends the update. A step that the device has made follows the same numbers as `end`."""
-        assert end in MOVED or not self._steps.entered  # noqa: S101
+        assert not self._steps.entered or end in MOVED  # noqa: S101
         self.ending.end, self.ending.applied, self._left = end, applied, iter(self._ends[end])
         for function in self._left:  # where one raises, `__exit__` ends the others
             function()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
 import os
 import stat
@@ -812,3 +813,35 @@ def test_a_system_without_relative_removal_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "supports_dir_fd", frozenset())
     with pytest.raises(NotImplementedError, match="files relative to the descriptor of a directory, which this system"):
         Checkpoint(tmp_path / "run")
+
+
+class SeesTheCollector:
+    """Notes whether Python may collect garbage whenever its state is asked for or given back."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        self.seen.append(gc.isenabled())
+        return {}
+
+    def load_state_dict(self, _state: dict[str, Any]) -> None:
+        self.seen.append(gc.isenabled())
+
+
+def test_python_collects_no_garbage_while_the_run_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state of a thousand tensors takes so many objects that every second save would look through all memory."""
+    take, taken = Snapshot.take, list[bool]()
+    monkeypatch.setattr(Snapshot, "take", lambda *given: (taken.append(gc.isenabled()), take(*given))[1])
+    first, resumed = SeesTheCollector(), SeesTheCollector()
+    for probe in (first, resumed):
+        model = torch.nn.Linear(2, 1)
+        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: (model(x).sum(), len(x)))
+        checkpoint = Checkpoint(tmp_path, every=100, to_save={"probe": probe})
+        checkpoint.attach(trainer)
+        with trainer.session():
+            trainer.update([torch.ones(1, 2)])
+            checkpoint.save()
+        assert gc.isenabled()
+        assert probe.seen[-1] is taken[-1] is False
+    assert resumed.seen[0] is False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,8 +15,11 @@ from ignite.engine import Events
 
 import cuts
 from ignite_train import Trainer, TrainEvents, UpdateOptions, create_trainer
+from ignite_train.checkpoint.capture import paused_collection
 from ignite_train.handlers import EmptyCache, GarbageCollection
+from ignite_train.ranks.whereabouts import COLLECTOR
 from mistakes import Mistake, assert_one_line
+from processes import DEADLINE_SECONDS
 from ranks import run_ranks
 
 DATA = cuts.cut(cuts.samples(), [8] * 6)
@@ -77,6 +81,31 @@ def test_it_collects_at_the_chosen_updates_only(enabled: bool, fails: bool, coll
         assert fails
     assert gc.isenabled() == enabled
     assert during == [(False, count) for count in (1, 2, 0, 1, 2, 0)]
+
+
+# --- pauses of Python's collector ---
+
+
+def test_it_is_not_switched_on_while_frames_are_read(collecting: None) -> None:
+    """Not by the end of a pause in another thread, either: with the collector on, reading frames can end the process."""
+    gc.enable()
+    pause = paused_collection()
+    pause.__enter__()
+    with COLLECTOR:  # as `find_whereabouts` holds it
+        ending = threading.Thread(target=pause.__exit__, args=(None, None, None))
+        ending.start()
+        ending.join(0.05)
+        assert not gc.isenabled()
+    ending.join(DEADLINE_SECONDS)
+    assert gc.isenabled()
+
+
+def test_where_it_is_off_a_pause_leaves_it_off(collecting: None) -> None:
+    """A script may have switched it off itself; after an exception too."""
+    gc.disable()
+    with pytest.raises(KeyError), paused_collection():
+        raise KeyError
+    assert not gc.isenabled()
 
 
 # --- EmptyCache at a share of fragmentation ---
