@@ -6,6 +6,10 @@ The reference is the loop by hand around DistributedDataParallel with `no_sync`,
 with one blocking all-reduce of loss and norm after each update shows what statistics over ranks cost when nothing hides them.
 Fabric, Accelerate and the loop by hand have none; Ignite has no `no_sync`. Collectives and their bytes are those that torch's
 profiler sees on rank 0, the time is rank 0's too. All contestants must come to the same parameters on all ranks.
+
+The peers take part on two ranks. On more there are this library and the loop by hand alone; where ranks share a core they wait
+for each other to be scheduled, which makes the spread large. A network "with buffers" has batch norms, whose running statistics
+DistributedDataParallel sends from rank 0 to all in each forward, and which this library can put back after a skipped update.
 """
 
 import os
@@ -32,8 +36,12 @@ from interleaving import MIN_REPETITIONS, interleave, table
 from overhead import forward, mean_loss
 
 REFERENCE = "by hand, `no_sync`"
-SIZES = {"tiny": (64, 16), "mid-sized": (512, 64)}  # width of the network, samples in a micro-batch
-ACCUMULATION = {"tiny": [1, 4, 16], "mid-sized": [4]}  # unless others are asked for
+BUFFERS = " with buffers"
+# width of the network, samples in a micro-batch
+SIZES = {"tiny": (64, 16), f"tiny{BUFFERS}": (64, 16), "mid-sized": (512, 64), f"large{BUFFERS}": (1024, 256)}
+ACCUMULATION = {"tiny": [1, 4, 16]}  # unless others are asked for
+USUAL_ACCUMULATION = [1, 4]
+RANKS_OF_PEERS = 2
 BYTES = {"float": 4, "double": 8, "long int": 8, "int": 4, "unsigned char": 1, "bool": 1, "c10::BFloat16": 2}
 PROFILED_UPDATES = 4
 STRETCHES = 12  # that are timed, the median of which counts: processes that wait for each other make a time of luck
@@ -78,28 +86,31 @@ class ProfiledMicroBatches(MicroBatches):
             yield batch
 
 
-def work_of(rank: int, size: str, steps: int, *, stretches: int, profiled: bool) -> Work:
-    """The same model on all ranks, and data of its own on each."""
+def work_of(rank: int, size: str, steps: int, *, stretch: int, stretches: int, profiled: bool) -> Work:
+    """The same model on all ranks, and data of its own on each. A stretch has so many micro-batches."""
     width, samples = SIZES[size]
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 8))
+    norms = [nn.BatchNorm1d(width)] if size.endswith(BUFFERS) else []
+    model = nn.Sequential(nn.Linear(32, width), *norms, nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 8))
     torch.manual_seed(1 + rank)
     batches = [(torch.randn(samples, 32), torch.randint(8, (samples,))) for _ in range(64)]
     kind = ProfiledMicroBatches if profiled else MicroBatches
     return Work(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
-        micro_batches=kind(batches, steps=steps, stretch=max(2, 16 // steps), stretches=stretches, warm_up=5),
+        micro_batches=kind(batches, steps=steps, stretch=max(2, stretch // steps), stretches=stretches, warm_up=5),
         mean_loss=mean_loss,
         forward=forward,
         accumulation_steps=steps,
     )
 
 
-def train(rank: int, name: str, size: str, steps: int, expected: dict[str, Outcome], stretches: int) -> MicroBatches:
+def train(
+    rank: int, name: str, size: str, steps: int, expected: dict[str, Outcome], stretches: int, stretch: int = 16
+) -> MicroBatches:
     """One run of a contestant, checked against the first run of the reference."""
     profiled = stretches == 1
-    work = work_of(rank, size, steps, stretches=stretches, profiled=profiled)
+    work = work_of(rank, size, steps, stretch=stretch, stretches=stretches, profiled=profiled)
     start = parameters_to_vector(work.model.parameters()).detach().clone()
     dist.barrier()
     outcome = contestants.run((CONTESTANTS | peers.PEERS)[name], work)
@@ -180,18 +191,20 @@ def compare(rank: int, plan: Plan, size: str, steps: int) -> str | None:
 
 
 def main(
-    ranks: Annotated[int, Option(min=2, help="Processes.")] = 2,
-    size: Annotated[list[str], Option(help="tiny or mid-sized; may be given several times.")] = list(SIZES),  # noqa: B006
+    ranks: Annotated[list[int], Option(min=2, help="Processes; may be given several times.")] = [2, 3, 4],  # noqa: B006
+    size: Annotated[list[str], Option(help="A network of SIZES; may be given several times.")] = list(SIZES),  # noqa: B006
     accumulation: Annotated[list[int], Option(help="Micro-batches to an update; may be given several times.")] = [],  # noqa: B006
     repetitions: Annotated[int, Option(min=1, help="Rounds; all contestants run in each of them.")] = MIN_REPETITIONS,
     only: Annotated[str, Option(help="Contestants with this in their name; the reference is always there.")] = "",
 ) -> None:
     """Count the collectives of each loop and time its updates on several processes."""
-    names = [name for name in CONTESTANTS | peers.installed(peers.PEERS) if only in name or name == REFERENCE]
-    cases = [(one, steps) for one in size for steps in accumulation or ACCUMULATION[one]]
-    for shown in spawn(measure, Plan(ranks, cases, names, repetitions)):
-        if shown is not None:
-            print(shown)
+    cases = [(one, steps) for one in size for steps in accumulation or ACCUMULATION.get(one, USUAL_ACCUMULATION)]
+    for number in ranks:
+        everyone = CONTESTANTS | (peers.installed(peers.PEERS) if number == RANKS_OF_PEERS else {})
+        names = [name for name in everyone if only in name or name == REFERENCE]
+        for shown in spawn(measure, Plan(number, cases, names, repetitions)):
+            if shown is not None:
+                print(shown, flush=True)
 
 
 if __name__ == "__main__":

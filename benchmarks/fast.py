@@ -2,61 +2,94 @@
 
     python benchmarks/fast.py
 
-Every contestant does the same updates with fused AdamW and clipping, as in `overhead.py`; an acceleration that gains nothing
-at any of these sizes is to be taken out. What is faster on an accelerator alone (the queued step) is not measured here.
+Every contestant does the same updates with AdamW and clipping, as in `overhead.py`; one acceleration at a time is left out. One
+that gains nothing at any of these sizes is to be taken out. What is faster on an accelerator alone (the queued step) is not
+measured here.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 from typer import Option
 
 import contestants
-from contestants import REFERENCE, Outcome, Work
-from interleaving import MIN_REPETITIONS, interleave, table
-from overhead import tiny_work
+from contestants import LOG_EVERY, Outcome, Work
+from ignite_train import Trainer
+from interleaving import MIN_REPETITIONS
+from overhead import DEFAULT_OPTIMIZERS, FUSED, print_ratios, tiny_work
 
-NETWORKS = {"0.5 ms": (64, 16, 6), "8 ms": (768, 96, 3), "140 ms": (2048, 512, 1)}  # width, samples, stretches of 50 updates
+
+class Size(NamedTuple):
+    """A network, and how long it is measured: `stretches` times `stretch` updates."""
+
+    width: int
+    samples: int
+    stretch: int
+    stretches: int
 
 
-def folded(work: Work) -> Outcome:
-    """The kernel divides the gradients, and is called by `Optimizer.step`."""
-    trainer = contestants.trainer_of(work)
-    stepper: Any = vars(trainer.process)["stepper"]
-    stepper._direct = lambda *_, **__: "it is measured without"
+SIZES = {"0.5 ms": Size(64, 16, LOG_EVERY, 6), "8 ms": Size(768, 96, LOG_EVERY, 3), "140 ms": Size(2048, 512, 10, 1)}
+
+
+def without(leave_out: Callable[[Any], None], work: Work) -> Outcome:
+    """`leave_out` takes an acceleration out of the trainer's update."""
+    trainer: Trainer = contestants.trainer_of(work)
+    leave_out(trainer.process)
     return contestants.run_trainer(work, trainer)
 
 
-CONTESTANTS: dict[str, contestants.Contestant] = {
-    **contestants.BY_HAND,
-    "fast=False": partial(contestants.ignite_train, fast=False),
-    "folded_step": folded,
-    "folded_step, direct_step": contestants.ignite_train,
-    'compile="update"': contestants.ignite_train_compiled,
+def no_direct_engine(update: Any) -> None:
+    """Backward is `torch.autograd.backward`."""
+    update.gather.passes.engine = None
+
+
+def no_direct_step(update: Any) -> None:
+    """The kernel that divides the gradients is called by `Optimizer.step`."""
+    update.stepper._direct = lambda *_, **__: "it is measured without"
+
+
+def plain_step(update: Any) -> None:
+    """The gradients are multiplied before `Optimizer.step` is called."""
+    update.stepper = update.stepper._plain
+
+
+ALL, NONE = "ignite_train", "ignite_train, without fast/"
+ENGINE = {"without direct_engine": partial(without, no_direct_engine)}
+EVERY_CONTESTANT: dict[str, dict[str, contestants.Contestant]] = {
+    "AdamW with `fused=True`": {
+        **contestants.BY_HAND,
+        ALL: contestants.ignite_train,
+        **ENGINE,
+        "without direct_step": partial(without, no_direct_step),
+        "without folded_step and direct_step": partial(without, plain_step),
+        NONE: partial(contestants.ignite_train, fast=False),
+        'ignite_train, compile="update"': contestants.ignite_train_compiled,
+    },
+    "AdamW as torch makes it": {
+        **contestants.BY_HAND,
+        ALL: contestants.ignite_train,
+        **ENGINE,
+        "without unwrapped_step": partial(without, plain_step),
+        NONE: partial(contestants.ignite_train, fast=False),
+    },
 }
 
 
 def main(
     repetitions: Annotated[int, Option(min=1, help="Rounds; all contestants run in each of them.")] = MIN_REPETITIONS,
-    size: Annotated[list[str], Option(help="Of an update; may be given several times.")] = [*NETWORKS],  # noqa: B006
+    size: Annotated[list[str], Option(help="Of an update; may be given several times.")] = [*SIZES],  # noqa: B006
 ) -> None:
     """Measure what each acceleration saves."""
     torch.set_num_threads(1)
+    optimizers = dict(zip(EVERY_CONTESTANT, (FUSED, DEFAULT_OPTIMIZERS["AdamW"]), strict=True))
     for name in size:
-        width, samples, stretches = NETWORKS[name]
-
-        def seconds(run: contestants.Contestant, width: int, samples: int, stretches: int) -> float:
-            work = tiny_work(1, stretches, width=width, samples=samples)
-            contestants.run(run, work)
-            return work.micro_batches.cpu_seconds
-
-        clocks = {name: partial(seconds, run, width, samples, stretches) for name, run in CONTESTANTS.items()}
-        rounds = interleave(clocks, repetitions=repetitions)
-        print(f"\nAn update by hand takes {rounds.typical(REFERENCE) * 1e3:.2f} ms.\n")
-        rows = [[name, rounds.ratios(name).show(), rounds.difference(name).show(0)] for name in clocks if name != REFERENCE]
-        print(table(["loop", "ratio to the loop by hand (quartiles)", "µs an update more (quartiles)"], rows))
+        width, samples, stretch, stretches = SIZES[name]
+        for kind, everyone in EVERY_CONTESTANT.items():
+            work = partial(tiny_work, 1, stretches, width=width, samples=samples, stretch=stretch, optimizer=optimizers[kind])
+            print_ratios(f"{kind}, an update of about {name}", everyone, "", repetitions, work)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ def tiny_work(
     *,
     width: int = 64,
     samples: int = 16,
+    stretch: int = LOG_EVERY,
     optimizer: Callable[..., torch.optim.Optimizer] = FUSED,
 ) -> Work:
     """A network whose update takes a fraction of a millisecond unless it is made wider, and data for it, always the same."""
@@ -66,7 +67,7 @@ def tiny_work(
     return Work(
         model=model,
         optimizer=optimizer(model.parameters()),
-        micro_batches=MicroBatches(batches, steps=accumulation_steps, stretch=LOG_EVERY, stretches=stretches, warm_up=10),
+        micro_batches=MicroBatches(batches, steps=accumulation_steps, stretch=stretch, stretches=stretches, warm_up=10),
         mean_loss=mean_loss,
         forward=forward,
         accumulation_steps=accumulation_steps,

@@ -1,18 +1,23 @@
-"""How the cost of an update grows: with tensors, parameters, micro-batches, logs, handlers and ranks.
+"""How costs grow: of an update with tensors, parameters, micro-batches, logs, handlers and ranks; of epochs, starts and saves.
 
     python benchmarks/scaling.py
 
 Each quantity is varied alone. Beside the measured costs stands the straight line through them, which is the formula for what
-was not measured. Processor time on one thread; for ranks, time on processes of this machine that talk by gloo.
+was not measured. Processor time on one thread; for ranks, samples and saves, time, for ranks on processes of this machine that
+talk by gloo.
 """
 
 import math
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
@@ -21,18 +26,25 @@ import torch.multiprocessing
 import typer
 from ignite.engine import Events
 from torch import Tensor, nn
+from torch.utils.data import RandomSampler
 from typer import Option
 
 import contestants
 import distributed
 from contestants import MicroBatches, Outcome, Work
-from ignite_train import ForwardOutput
+from ignite_train import ForwardOutput, ShardedSampler, Trainer
+from ignite_train.handlers import Checkpoint
 from interleaving import MIN_REPETITIONS, Rounds, interleave, table
 from overhead import tiny_work
 
 BY_HAND, OURS = "by hand", "ignite_train"
 BOTH: dict[str, contestants.Contestant] = {BY_HAND: contestants.by_hand, OURS: contestants.ignite_train}
 SMALL = 64  # numbers in the reduction of the statistics, at most
+SAVE = "a save by all, ms until durable"
+FEW_RANKS = 8  # up to so many are measured as often as everything else
+UPDATES_TO_AN_EPOCH = 8
+LARGEST_DRAWN = 10**7  # samples of which torch's sampler draws an order; of more it would take minutes and much memory
+SAVES = 7
 Make = Callable[[int], Work]
 RANKS = """{measured}
 
@@ -73,7 +85,7 @@ def pieces_work(tensors: int, size: int) -> Work:
     def forward(model: nn.Module, micro_batch: tuple[Tensor]) -> ForwardOutput:
         return ForwardOutput(mean_loss(model, micro_batch), 1)
 
-    stretch = 5 if tensors * size < 1_000_000 else 1
+    stretch = 5 if tensors * size < 1_000_000 and tensors < 10_000 else 1
     return Work(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
@@ -144,22 +156,142 @@ def against_none(title: str, amounts: list[int], clock: Callable[[int], float], 
     return f"{table([title, 'more than with none, µs an update (quartiles)'], rows)}\n\nLine: {slope:.2g} µs for each.\n"
 
 
+def epoch_seconds(number: int) -> float:
+    """Processor time of an epoch in a run of this many, after its first ones."""
+    work = tiny_work(1, 3)
+    trainer, loader = contestants.trainer_of(work), [*islice(work.micro_batches, UPDATES_TO_AN_EPOCH)]
+    with contestants.silence():
+        trainer.run(loader, max_epochs=3)
+        started = time.process_time()
+        trainer.run(loader, max_epochs=3 + number)
+    return (time.process_time() - started) / number
+
+
+def epochs_table(amounts: list[int], repetitions: int) -> str:
+    """An epoch of a run of so many, to one of a run of few."""
+    rounds = interleave({str(n): partial(epoch_seconds, n) for n in amounts}, repetitions=repetitions, quiet=True)
+    rows = [
+        [f"{n:,}", f"{rounds.typical(str(n)) * 1e6:.0f}", "1" if n == amounts[0] else rounds.ratios(str(n)).show()]
+        for n in amounts
+    ]
+    return table(["epochs", "µs an epoch", f"to one of {amounts[0]} (quartiles)"], rows)
+
+
+def seconds_to_first(sampler: Any) -> float:
+    """Until the first index of a pass is there."""
+    started = time.perf_counter()
+    next(iter(sampler))
+    return time.perf_counter() - started
+
+
+def samples_row(samples: int, repetitions: int) -> list[str]:
+    """How long a pass over so many samples takes to begin, at its beginning and in its middle, and each index after that."""
+    ours, torchs = ShardedSampler(range(samples), shuffle=True), RandomSampler(range(samples))
+    begins, resumes, each, drawn = [], [], [], []
+    for epoch in range(repetitions):
+        ours.set_epoch(epoch)
+        begins.append(seconds_to_first(ours) * 1e3)
+        ours.seek(samples // 2)
+        resumes.append(seconds_to_first(ours) * 1e3)
+        ours.seek(0)
+        started = time.perf_counter()
+        number = sum(1 for _ in islice(ours, 100_000))
+        each.append((time.perf_counter() - started) / number * 1e6)
+        if samples <= LARGEST_DRAWN:
+            drawn.append(seconds_to_first(torchs) * 1e3)
+    numbers = [f"{statistics.median(found):.2f}" if found else "" for found in (begins, resumes, each, drawn)]
+    return [f"{samples:,}", *numbers]
+
+
+def saves(trainer: Trainer, checkpoint: Checkpoint, micro_batches: list[Any], number: int) -> list[tuple[float, float]]:
+    """Milliseconds for which some saves held the run, and until each was durable, in a session."""
+    found = []
+    for _ in range(number):
+        started = time.perf_counter()
+        checkpoint.save()
+        checkpoint.saver.wait()
+        found.append((checkpoint.held_seconds * 1e3, (time.perf_counter() - started) * 1e3))
+        trainer.update(micro_batches)
+    return found
+
+
+def tensors_row(tensors: int) -> list[str]:
+    """A save of a state of so many small tensors, and how long a new process takes to resume from it."""
+    with TemporaryDirectory(dir="runs") as directory:
+
+        def start() -> tuple[Trainer, Checkpoint, list[Any], float]:
+            work = pieces_work(tensors // 3, 64)  # and their two moments
+            trainer, checkpoint = contestants.trainer_of(work), Checkpoint(directory, every=10**9)
+            checkpoint.attach(trainer)
+            return trainer, checkpoint, [next(iter(work.micro_batches))], time.perf_counter()
+
+        trainer, checkpoint, micro_batches, _ = start()
+        with trainer.session():
+            trainer.update(micro_batches)
+            found = saves(trainer, checkpoint, micro_batches, SAVES)
+        trainer, checkpoint, micro_batches, started = start()
+        with trainer.session():
+            resumed = (time.perf_counter() - started) * 1e3
+    held, durable = (statistics.median(values) for values in zip(*found, strict=True))
+    return [f"{tensors:,}", f"{held:.1f}", f"{durable:.1f}", f"{resumed:.1f}"]
+
+
+def checkpoints_row(kept: int) -> list[str]:
+    """A save into a directory with so many checkpoints, and the start of a run there."""
+    with TemporaryDirectory(dir="runs") as directory:
+        work = tiny_work(1, 3)
+        trainer, checkpoint = contestants.trainer_of(work), Checkpoint(directory, every=10**9, keep=kept)
+        checkpoint.attach(trainer)
+        micro_batches = [next(iter(work.micro_batches))]
+        with trainer.session():
+            trainer.update(micro_batches)
+            found = saves(trainer, checkpoint, micro_batches, kept + SAVES)[kept:]
+        trainer, checkpoint = contestants.trainer_of(tiny_work(1, 3)), Checkpoint(directory, every=10**9, keep=kept)
+        checkpoint.attach(trainer)
+        started = time.perf_counter()
+        with trainer.session():
+            resumed = (time.perf_counter() - started) * 1e3
+    held, durable = (statistics.median(values) for values in zip(*found, strict=True))
+    return [f"{kept:,}", f"{held:.1f}", f"{durable:.1f}", f"{resumed:.1f}"]
+
+
 def measure_ranks(rank: int, plan: distributed.Plan, results: Any) -> None:
-    """On each process: one small all-reduce alone, and the tiny network in three ways."""
+    """On each process: one small all-reduce alone, the tiny network in three ways, and a save."""
     distributed.join(rank, plan)
+    is_few = plan.ranks <= FEW_RANKS
     vector, times = torch.zeros(SMALL, dtype=torch.float64), []
-    for _ in range(300):
+    for _ in range(300 if is_few else 20):
         started = time.perf_counter()
         dist.all_reduce(vector)
         times.append(time.perf_counter() - started)
     expected: dict[str, Outcome] = {}
 
     def clock(name: str) -> float:
-        return distributed.train(rank, name, "tiny", 1, expected, 8).wall_seconds
+        stretches, stretch = (8, 16) if is_few else (2, 2)
+        return distributed.train(rank, name, "tiny", 1, expected, stretches, stretch).wall_seconds
 
-    rounds = interleave({name: partial(clock, name) for name in plan.names}, repetitions=plan.repetitions, quiet=True)
-    results.put((statistics.median(times), rounds) if rank == 0 else None)
+    repetitions = plan.repetitions if is_few else 2
+    clocks = {name: partial(clock, name) for name in plan.names}
+    rounds = interleave(clocks, repetitions=repetitions, warm_up=is_few, quiet=True)
+    durable = statistics.median(seconds for _, seconds in saves_of_rank(rank, plan))
+    results.put((statistics.median(times), rounds, durable) if rank == 0 else None)
     distributed.leave()
+
+
+def saves_of_rank(rank: int, plan: distributed.Plan) -> list[tuple[float, float]]:
+    """Saves of the tiny network by all ranks, into one directory."""
+    directory = Path("runs") / f"ranks-{plan.port}"
+    work = distributed.work_of(rank, "tiny", 1, stretch=2, stretches=1, profiled=False)
+    trainer, checkpoint = contestants.trainer_of(work), Checkpoint(directory, every=10**9, keep=1)
+    checkpoint.attach(trainer)
+    micro_batches = [next(iter(work.micro_batches))]
+    with contestants.silence(), trainer.session():
+        trainer.update(micro_batches)
+        found = saves(trainer, checkpoint, micro_batches, SAVES if plan.ranks <= FEW_RANKS else 2)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(directory)
+    return found
 
 
 def ranks_table(counts: list[int], repetitions: int) -> str:
@@ -169,29 +301,29 @@ def ranks_table(counts: list[int], repetitions: int) -> str:
     rows, small = [], []
     for ranks in counts:
         found = distributed.spawn(measure_ranks, distributed.Plan(ranks, [], names, repetitions))
-        alone, rounds = next(one for one in found if one is not None)
+        alone, rounds, durable = next(one for one in found if one is not None)
         assert isinstance(rounds, Rounds)  # noqa: S101
         small.append(alone * 1e6)
         ratios = [rounds.ratios(name).show() for name in names[1:]]
-        rows.append([str(ranks), f"{rounds.typical(names[0]) * 1e3:.2f}", *ratios, f"{alone * 1e6:.0f}"])
+        rows.append([str(ranks), f"{rounds.typical(names[0]) * 1e3:.2f}", *ratios, f"{alone * 1e6:.0f}", f"{durable:.0f}"])
     free = [alone / (2 * (ranks - 1)) for ranks, alone in zip(counts, small, strict=True) if ranks <= cores]
     hop = statistics.median(free) if free else small[0] / (2 * (counts[0] - 1))
     beyond = [[f"{n:,}", f"{2 * (n - 1) * hop:,.0f}", f"{2 * math.log2(n) * hop:,.0f}"] for n in (8, 16, 64, 256, 1024)]
-    head = ["ranks", "by hand, ms an update", "ddp, by hand = 1", "explicit, by hand = 1", f"{SMALL} numbers alone, µs"]
+    head = ["ranks", "by hand, ms an update", "ddp, by hand = 1", "explicit, by hand = 1", f"{SMALL} numbers alone, µs", SAVE]
     return RANKS.format(
         measured=table(head, rows), small=SMALL, cores=cores, hop=hop, modelled=table(["ranks", "ring, µs", "tree, µs"], beyond)
     )
 
 
 def main(
-    ranks: Annotated[list[int], Option(help="Processes; may be given several times.")] = [2, 4, 8],  # noqa: B006
+    ranks: Annotated[list[int], Option(help="Processes; may be given several times.")] = [2, 4, 8, 16, 64],  # noqa: B006
     repetitions: Annotated[int, Option(min=1, help="Rounds of each comparison.")] = MIN_REPETITIONS,
 ) -> None:
     """Measure how the cost grows and print tables and formulas."""
     torch.set_num_threads(1)
     handlers = partial(partial, with_handlers)
     print("## Tensors\n\nParameters of 64 elements each.\n")
-    print(against_hand("tensors", [4, 64, 256, 1024], lambda amount: pieces_work(amount, 64), repetitions))
+    print(against_hand("tensors", [10, 100, 1000, 10_000], lambda amount: pieces_work(amount, 64), repetitions))
     print("## Parameters\n\nIn 64 tensors.\n")
     sizes = [65_536, 1_048_576, 4_194_304, 16_777_216]
     print(against_hand("parameters", sizes, lambda amount: pieces_work(64, amount // 64), repetitions))
@@ -210,7 +342,18 @@ def main(
             return cpu_seconds(handlers(number=number, every=every), lambda: tiny_work(1, 8))
 
         print(against_none("handlers", [0, 8, 32, 128], clock, repetitions))
-    print("## Ranks\n\nThe tiny network of `distributed.py`, accumulation 1.\n")
+    Path("runs").mkdir(exist_ok=True)  # on the disk of the checkout, and not followed by git
+    print(f"## Epochs\n\nOf {UPDATES_TO_AN_EPOCH} updates of the tiny network.\n")
+    print(f"{epochs_table([10, 100, 1000], repetitions)}\n")
+    print("## Samples\n\nA shuffled pass of `ShardedSampler`, which holds no list of its samples; torch's draws one.\n")
+    head = ["samples", "ms to the first", "ms to the first in the middle", "µs an index", "RandomSampler: ms to the first"]
+    print(f"{table(head, [samples_row(10**power, repetitions) for power in (3, 5, 7, 10)])}\n")
+    of_save = ["the run is held, ms", "until durable, ms", "a start that resumes from it, ms"]
+    print("## Tensors of a checkpoint\n\nOf 64 elements each: parameters and two moments.\n")
+    print(f"{table(['tensors', *of_save], [tensors_row(amount) for amount in (30, 300, 3000, 30_000)])}\n")
+    print("## Checkpoints in a directory\n\nOf the tiny network.\n")
+    print(f"{table(['checkpoints', *of_save], [checkpoints_row(kept) for kept in (1, 10, 100, 1000)])}\n")
+    print("## Ranks\n\nThe tiny network of `distributed.py`, accumulation 1; each rank writes a file of a checkpoint.\n")
     print(ranks_table(ranks, repetitions))
 
 

@@ -26,11 +26,12 @@ PEERS = ("pytorch-ignite", "lightning", "accelerate", "transformers")
 # Script, its heading, and what makes it quick.
 SCRIPTS = (
     ("overhead.py", "Cost of the loop", ["--repetitions", "2", "--accumulation", "4", "--stretches", "3"]),
+    ("fast.py", "What each acceleration saves", ["--repetitions", "1", "--size", "0.5 ms"]),
     ("start.py", "Start", ["--repetitions", "1", "--only", "checkpoint"]),
     ("compiled.py", "Compiled updates", ["--repetitions", "1", "--accumulation", "1", "--only", "width 64"]),
     ("instructions.py", "Instructions of an update", ["--print", "--only", "no peer"]),
     ("optimizer_phase.py", "Optimizer phase", ["--repetitions", "2", "--parameters", "5"]),
-    ("distributed.py", "Several ranks", ["--repetitions", "2", "--accumulation", "4", "--size", "tiny"]),
+    ("distributed.py", "Several ranks", ["--repetitions", "2", "--ranks", "2", "--accumulation", "4", "--size", "tiny"]),
     ("loaders.py", "Loaders with workers", ["--repetitions", "1", "--accumulation", "4", "--micro-batches", "16"]),
     ("end_to_end.py", "Whole trainings", ["--repetitions", "1", "--updates", "5", "--epochs", "1"]),
     ("state_consistency.py", "A digest of the state", ["--updates", "3", "--width", "64", "--layers", "1"]),
