@@ -7,8 +7,8 @@ with one blocking all-reduce of loss and norm after each update shows what stati
 Fabric, Accelerate and the loop by hand have none; Ignite has no `no_sync`. Collectives and their bytes are those that torch's
 profiler sees on rank 0, the time is rank 0's too. All contestants must come to the same parameters on all ranks.
 
-The peers take part on two ranks. On more there are this library and the loop by hand alone; where ranks share a core they wait
-for each other to be scheduled, which makes the spread large. A network "with buffers" has batch norms, whose running statistics
+The peers take part on two ranks. On more there are this library and the loop by hand alone, on networks with buffers; where
+ranks share a core they wait for each other to be scheduled, which makes the spread large. A network "with buffers" has batch norms, whose running statistics
 DistributedDataParallel sends from rank 0 to all in each forward, and which this library can put back after a skipped update.
 """
 
@@ -37,9 +37,9 @@ from overhead import forward, mean_loss
 
 REFERENCE = "by hand, `no_sync`"
 BUFFERS = " with buffers"
-# width of the network, samples in a micro-batch
-SIZES = {"tiny": (64, 16), f"tiny{BUFFERS}": (64, 16), "mid-sized": (512, 64), f"large{BUFFERS}": (1024, 256)}
-ACCUMULATION = {"tiny": [1, 4, 16]}  # unless others are asked for
+# width of the network, samples in a micro-batch, micro-batches in a stretch
+SIZES = {"tiny": (64, 16, 16), f"tiny{BUFFERS}": (64, 16, 16), "mid-sized": (512, 64, 16), f"large{BUFFERS}": (1024, 192, 2)}
+ACCUMULATION = {"tiny": [1, 4, 16], "mid-sized": [4]}  # unless others are asked for
 USUAL_ACCUMULATION = [1, 4]
 RANKS_OF_PEERS = 2
 BYTES = {"float": 4, "double": 8, "long int": 8, "int": 4, "unsigned char": 1, "bool": 1, "c10::BFloat16": 2}
@@ -60,6 +60,7 @@ CONTESTANTS: dict[str, Contestant] = {
     "ignite_train, explicit": partial(explicitly, contestants.ignite_train),
     "ignite_train, ddp, all handlers": contestants.ignite_train_with_handlers,
 }
+WITHOUT_PEERS = (REFERENCE, "by hand, `no_sync`, once more (the noise)", "ignite_train, ddp", "ignite_train, explicit")
 
 
 class ProfiledMicroBatches(MicroBatches):
@@ -86,9 +87,9 @@ class ProfiledMicroBatches(MicroBatches):
             yield batch
 
 
-def work_of(rank: int, size: str, steps: int, *, stretch: int, stretches: int, profiled: bool) -> Work:
-    """The same model on all ranks, and data of its own on each. A stretch has so many micro-batches."""
-    width, samples = SIZES[size]
+def work_of(rank: int, size: str, steps: int, *, stretches: int, profiled: bool, stretch: int | None = None) -> Work:
+    """The same model on all ranks, and data of its own on each. `stretch`: micro-batches in one, where not as in `SIZES`."""
+    width, samples, usual = SIZES[size]
     torch.manual_seed(0)
     norms = [nn.BatchNorm1d(width)] if size.endswith(BUFFERS) else []
     model = nn.Sequential(nn.Linear(32, width), *norms, nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 8))
@@ -98,7 +99,7 @@ def work_of(rank: int, size: str, steps: int, *, stretch: int, stretches: int, p
     return Work(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
-        micro_batches=kind(batches, steps=steps, stretch=max(2, stretch // steps), stretches=stretches, warm_up=5),
+        micro_batches=kind(batches, steps=steps, stretch=max(2, (stretch or usual) // steps), stretches=stretches, warm_up=5),
         mean_loss=mean_loss,
         forward=forward,
         accumulation_steps=steps,
@@ -106,11 +107,11 @@ def work_of(rank: int, size: str, steps: int, *, stretch: int, stretches: int, p
 
 
 def train(
-    rank: int, name: str, size: str, steps: int, expected: dict[str, Outcome], stretches: int, stretch: int = 16
+    rank: int, name: str, size: str, steps: int, expected: dict[str, Outcome], stretches: int, stretch: int | None = None
 ) -> MicroBatches:
     """One run of a contestant, checked against the first run of the reference."""
     profiled = stretches == 1
-    work = work_of(rank, size, steps, stretch=stretch, stretches=stretches, profiled=profiled)
+    work = work_of(rank, size, steps, stretches=stretches, profiled=profiled, stretch=stretch)
     start = parameters_to_vector(work.model.parameters()).detach().clone()
     dist.barrier()
     outcome = contestants.run((CONTESTANTS | peers.PEERS)[name], work)
@@ -198,10 +199,14 @@ def main(
     only: Annotated[str, Option(help="Contestants with this in their name; the reference is always there.")] = "",
 ) -> None:
     """Count the collectives of each loop and time its updates on several processes."""
-    cases = [(one, steps) for one in size for steps in accumulation or ACCUMULATION.get(one, USUAL_ACCUMULATION)]
     for number in ranks:
-        everyone = CONTESTANTS | (peers.installed(peers.PEERS) if number == RANKS_OF_PEERS else {})
+        has_peers = number == RANKS_OF_PEERS
+        everyone = (
+            CONTESTANTS | peers.installed(peers.PEERS) if has_peers else {name: CONTESTANTS[name] for name in WITHOUT_PEERS}
+        )
         names = [name for name in everyone if only in name or name == REFERENCE]
+        sizes = [one for one in size if has_peers or one.endswith(BUFFERS)]
+        cases = [(one, steps) for one in sizes for steps in accumulation or ACCUMULATION.get(one, USUAL_ACCUMULATION)]
         for shown in spawn(measure, Plan(number, cases, names, repetitions)):
             if shown is not None:
                 print(shown, flush=True)

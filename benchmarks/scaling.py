@@ -267,7 +267,7 @@ def measure_ranks(rank: int, plan: distributed.Plan, results: Any) -> None:
     expected: dict[str, Outcome] = {}
 
     def clock(name: str) -> float:
-        stretches, stretch = (8, 16) if is_few else (2, 2)
+        stretches, stretch = (8, None) if is_few else (2, 2)
         return distributed.train(rank, name, "tiny", 1, expected, stretches, stretch).wall_seconds
 
     repetitions = plan.repetitions if is_few else 2
