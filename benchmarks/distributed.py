@@ -8,8 +8,9 @@ Fabric, Accelerate and the loop by hand have none; Ignite has no `no_sync`. Coll
 profiler sees on rank 0, the time is rank 0's too. All contestants must come to the same parameters on all ranks.
 
 The peers take part on two ranks. On more there are this library and the loop by hand alone, on networks with buffers; where
-ranks share a core they wait for each other to be scheduled, which makes the spread large. A network "with buffers" has batch norms, whose running statistics
-DistributedDataParallel sends from rank 0 to all in each forward, and which this library can put back after a skipped update.
+ranks share a core they wait for each other to be scheduled, which makes the spread large. A network "with buffers" has batch
+norms, whose running statistics DistributedDataParallel sends from rank 0 to all in each update, and which this library can put
+back after a skipped one.
 """
 
 import os

@@ -18,12 +18,12 @@ from ignite_train.internals.of_distributed import (
     rebuild_buckets,
     reduced_parameters,
     set_has_cut_buckets,
-    sync_buffers,
 )
 from ignite_train.internals.of_torch import backward_hooks_of, call_at_end_of_backward, late_hooks_of, share_contents
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.sparse_parameters import no_rows, sparse_parameters
 from ignite_train.ranks.crossing import Crossing
+from ignite_train.ranks.first_buffers import FirstBuffers
 from ignite_train.ranks.messages import Outgoing
 from ignite_train.ranks.statistics import Statistics
 
@@ -37,9 +37,7 @@ _NOTHING = nullcontext()
 class DDPCrossing(Crossing):
     """`DistributedDataParallel`: its hooks average gradients in the last backward, overlapping it.
 
-    Buffers of rank 0 go to all ranks before the first forward, once. The wrapper itself would do so in each call of it that
-    follows one without `no_sync`: twice where forward calls it twice, but once on a rank without data, where the ranks would
-    wait for each other forever.
+    Buffers of rank 0 go to all ranks before the first forward, once; see `FirstBuffers`.
 
     Args:
         model: `ddp`, or what holds it.
@@ -54,7 +52,7 @@ class DDPCrossing(Crossing):
         self.averaged_over = torch.distributed.get_world_size(ddp.process_group)
         self._unreduced = _frozen_when_wrapped(ddp)
         self._has_order = False  # of the buckets
-        self._is_first = True  # the next context is the first one of an update, or of another evaluation of its loss
+        self._first_buffers = FirstBuffers(ddp)
         for parameter in sparse_parameters(ddp.module):
             if parameter.requires_grad:
                 # DDP divides a sparse gradient in place, whose rows may be the gradient that backward hands on to other layers.
@@ -68,24 +66,7 @@ class DDPCrossing(Crossing):
 
     def context(self, *, last: bool) -> AbstractContextManager[Any]:
         """DDP's `no_sync`, which must cover forward and backward; none for the last. Collective, where there are buffers."""
-        ddp = self._ddp
-        within = _NOTHING if last else ddp.no_sync()
-        if not ddp.broadcast_buffers or not ddp.modules_buffers or "buffer_hook" in vars(ddp):
-            return within
-        return self._with_buffers(within, last=last)
-
-    @contextmanager
-    def _with_buffers(self, within: AbstractContextManager[Any], *, last: bool) -> Iterator[None]:
-        """In place of the wrapper, gives the buffers of rank 0 to all."""
-        ddp = self._ddp
-        if self._is_first:
-            sync_buffers(ddp)
-        self._is_first, ddp.broadcast_buffers = last, False
-        try:
-            with within:
-                yield
-        finally:
-            ddp.broadcast_buffers = True
+        return self._first_buffers.context(_NOTHING if last else self._ddp.no_sync(), last=last)
 
     def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:  # noqa: ARG002
         """1 on a rank without data, else 0: the backward that reduces must run on every rank. Collective the first time."""
@@ -93,7 +74,7 @@ class DDPCrossing(Crossing):
             self._has_order = True
             if self.averaged_over > 2:  # a + b is b + a
                 settle_bucket_order(self._ddp)
-        self._is_first = True  # also after an update that was broken off
+        self._first_buffers.begin()
         return 0 if group else 1
 
     def take_part(self, loss_of: Callable[[Any], Tensor]) -> Tensor:  # noqa: ARG002

@@ -22,6 +22,7 @@ from ignite_train.model.memory_layout import as_gradient_of, gradient_dtype
 from ignite_train.model.sparse_parameters import sparse_parameters
 from ignite_train.ranks import collectives
 from ignite_train.ranks.crossing import Crossing
+from ignite_train.ranks.first_buffers import FirstBuffers, has_buffer_hook
 from ignite_train.ranks.messages import Outgoing
 from ignite_train.ranks.sparse_rows import SparseRows
 from ignite_train.ranks.statistics import Statistics
@@ -139,7 +140,7 @@ class SmallReplicasCrossing(ReplicasCrossing):
     """A `DistributedDataParallel` so small that all of its gradients travel beside the statistics, in one collective.
 
     DDP would reduce them in one bucket at the end of backward, which overlaps nothing, and the statistics would need a
-    collective of their own, which on so small a network costs as much again.
+    collective of their own, which on so small a network costs as much again. Buffers go as in any other DDP.
 
     Args:
         model: `ddp`, or what holds it.
@@ -150,7 +151,7 @@ class SmallReplicasCrossing(ReplicasCrossing):
 
     def __init__(self, model: nn.Module, ddp: DistributedDataParallel) -> None:
         super().__init__(ddp.module if model is ddp else model, synchronise=False)  # DDP has done so
-        self._ddp = ddp
+        self._ddp, self._first_buffers = ddp, FirstBuffers(ddp)
         logging.getLogger("ignite_train").info(
             "the gradients are so small that they cross the ranks with the statistics, in one collective, and not by the hooks "
             "of DistributedDataParallel; reduction='ddp' insists on those"
@@ -159,28 +160,35 @@ class SmallReplicasCrossing(ReplicasCrossing):
     @staticmethod
     def fits(ddp: DistributedDataParallel) -> bool:
         """Whether `ddp` is small, and does nothing but average gradients."""
-        does_more = comm_hooks_of(ddp) or ddp.parameters_to_ignore or ddp.mixed_precision is not None or ddp.static_graph
-        has_buffers = ddp.broadcast_buffers and next(ddp.module.buffers(), None) is not None
-        return not does_more and not has_buffers and sum(map(Tensor.numel, ddp.module.parameters())) <= _TAIL_ELEMENTS
+        does_more = _has_hooks(ddp) or ddp.parameters_to_ignore or ddp.mixed_precision is not None or ddp.static_graph
+        return not does_more and sum(map(Tensor.numel, ddp.module.parameters())) <= _TAIL_ELEMENTS
 
     def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:  # noqa: ARG002
-        """None. Disarms the hooks of DDP in each update, on all ranks: also on those without a micro-batch."""
-        self._disarm()
-        return 0
+        """1 on a rank without data if there are buffers, which each rank takes from rank 0; else 0.
 
-    def context(self, *, last: bool) -> AbstractContextManager[Any]:  # noqa: ARG002
-        """DDP's `no_sync`, for each backward.
+        Disarms the hooks of DDP in each update, on all ranks: also on those without a micro-batch.
+        """
+        self._disarm()
+        self._first_buffers.begin()
+        return 0 if group else int(self._first_buffers.cross)
+
+    def take_part(self, loss_of: Callable[[Any], Tensor]) -> Tensor:  # noqa: ARG002
+        """A loss that depends on nothing: what there is to take part in, the context has done."""
+        return torch.zeros((), requires_grad=True)
+
+    def context(self, *, last: bool) -> AbstractContextManager[Any]:
+        """DDP's `no_sync`, for each backward. Collective, where there are buffers.
 
         Raises:
             ValueError: a communication hook was registered meanwhile.
         """
-        if comm_hooks_of(self._ddp):
+        if _has_hooks(self._ddp):
             raise ValueError(
                 "model must have its communication hook before it is given to create_trainer; call register_comm_hook earlier, "
                 "or pass reduction='ddp'"
             )
         self._disarm()
-        return self._ddp.no_sync()
+        return self._first_buffers.context(self._ddp.no_sync(), last=last)
 
     def _disarm(self) -> None:
         """Has the hooks of DDP wait for no backward, until its next forward outside of `context`.
@@ -196,6 +204,10 @@ class SmallReplicasCrossing(ReplicasCrossing):
         if reducer is not None:
             check_reducer_finished(reducer)
             disarm_reducer(reducer)
+
+
+def _has_hooks(ddp: DistributedDataParallel) -> bool:
+    return bool(comm_hooks_of(ddp)) or has_buffer_hook(ddp)
 
 
 class LocalCrossing(Crossing):

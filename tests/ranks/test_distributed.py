@@ -166,11 +166,13 @@ def chosen(kind: str) -> str:
     model = cuts.linear()
     if kind == "large":
         model.register_parameter("more", nn.Parameter(torch.zeros(2**14, dtype=torch.float64)))
-    if kind == "with buffers":
+    if "buffers" in kind:
         model.register_buffer("count", torch.zeros(()))
     if kind == "with ignored parameters":
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
     ddp = DistributedDataParallel(model, find_unused_parameters=kind == "large", static_graph=kind == "with a static graph")
+    if kind == "with a hook of buffers":
+        ddp._register_buffer_comm_hook(None, lambda _state, _buffers: None)
     if kind == "with a hook":
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     steps = 1 if kind == "with a static graph" else 2
@@ -181,11 +183,20 @@ def chosen(kind: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["large", "with buffers", "with ignored parameters", "with a hook", "with a static graph", "small"]
+    "kind",
+    [
+        "large",
+        "with a hook of buffers",
+        "with ignored parameters",
+        "with a hook",
+        "with a static graph",
+        "small",
+        "small with buffers",
+    ],
 )
 def test_hooks_are_left_out_for_small_models_only(kind: str) -> None:
     """Where DDP does more than to average a handful of gradients, it does that."""
-    assert run_ranks(chosen, kind) == ["SmallReplicasCrossing" if kind == "small" else "DDPCrossing"] * 2
+    assert run_ranks(chosen, kind) == ["SmallReplicasCrossing" if "small" in kind else "DDPCrossing"] * 2
 
 
 def accumulate_in_a_static_graph() -> None:

@@ -9,10 +9,11 @@ import ignite.distributed as idist
 import pytest
 import torch
 from ignite.engine import Events
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import spectral_norm
 
-from ignite_train import TrainEvents, count_traffic, create_trainer
+from ignite_train import TrainEvents, UpdateOptions, count_traffic, create_trainer
 from ignite_train.ranks import collectives
 from ignite_train.ranks.replicas import SmallReplicasCrossing
 from ranks import run_ranks
@@ -109,3 +110,59 @@ def test_forwards_outside_of_updates_leave_uneven_ranks_in_step() -> None:
     first, second = run_ranks(_with_and_without)
     assert first == second
     assert first == [first[0]] * 6
+
+
+class Bounded(nn.Module):
+    """Its forward depends on buffers, which it changes: singular vectors, and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
+        self.head = spectral_norm(nn.Linear(3, 2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def _of_bounded(reduction: str, closure: bool) -> tuple[list[list[float]], list[str]]:
+    """Parameters and buffers of this rank after each update, in which the last rank has less data; and what crossed in one."""
+    model, rank, seen = Bounded(), idist.get_rank(), list[list[float]]()
+    model.norm.running_mean += rank  # type: ignore[operator]  # the wrapper makes them equal
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.LBFGS(ddp.parameters(), max_iter=2) if closure else torch.optim.SGD(ddp.parameters(), lr=0.1)
+    options = UpdateOptions(reduction=reduction, closure=closure)  # type: ignore[arg-type]
+    trainer = create_trainer(
+        ddp, optimizer, lambda model, x: model(x).square().mean(), accumulation_steps=2, protect=False, options=options
+    )
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda: seen.append(torch.cat([one.flatten() for one in model.state_dict().values()]).tolist()),
+    )
+    generator = torch.Generator().manual_seed(rank)
+    count = 2 if rank == idist.get_world_size() - 1 else 6
+    data = [torch.randn(5, 3, generator=generator, dtype=torch.float64) for _ in range(count)]
+    trainer.run(data, max_epochs=2)
+    with count_traffic("cpu") as traffic:
+        trainer.update(data[:1])
+    return seen, [one.name for one in traffic.collectives]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closure", [False, True], ids=["SGD", "LBFGS"])
+def test_buffers_are_those_of_rank_0_as_in_any_other_ddp(closure: bool) -> None:
+    """The same bits on each rank, also on one without data and in further evaluations; the sums cross with the gradients."""
+    for (small, ours), (hooked, theirs) in zip(
+        run_ranks(_of_bounded, "auto", closure), run_ranks(_of_bounded, "ddp", closure), strict=True
+    ):
+        assert small == hooked
+        assert ours.count("broadcast_") == theirs.count("broadcast_") > 0
+        assert closure or ours.count("allreduce_") == theirs.count("allreduce_") - 1 == 1
+
+
+@pytest.mark.slow
+def test_buffers_of_three_small_replicas() -> None:
+    """Nobody waits, and all hold the same parameters; their sums have another order than those of hooks."""
+    small, hooked = run_ranks(_of_bounded, "auto", False, world_size=3), run_ranks(_of_bounded, "ddp", False, world_size=3)
+    for (mine, _), (theirs, _) in zip(small, hooked, strict=True):
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-9, atol=1e-12)
