@@ -7,8 +7,8 @@ with one blocking all-reduce of loss and norm after each update shows what stati
 Fabric, Accelerate and the loop by hand have none; Ignite has no `no_sync`. Collectives and their bytes are those that torch's
 profiler sees on rank 0, the time is rank 0's too. All contestants must come to the same parameters on all ranks.
 
-The peers take part on two ranks. On more there are this library and the loop by hand alone, on networks with buffers; where
-ranks share a core they wait for each other to be scheduled, which makes the spread large. A network "with buffers" has batch
+The peers take part on two ranks and networks without buffers. Elsewhere are this library and the loop by hand alone. On more
+ranks than cores they wait for each other to be scheduled, which makes the spread large. A network "with buffers" has batch
 norms, whose running statistics DistributedDataParallel sends from rank 0 to all in each update, and which this library can put
 back after a skipped one.
 """
@@ -40,9 +40,9 @@ REFERENCE = "by hand, `no_sync`"
 BUFFERS = " with buffers"
 # width of the network, samples in a micro-batch, micro-batches in a stretch
 SIZES = {"tiny": (64, 16, 16), f"tiny{BUFFERS}": (64, 16, 16), "mid-sized": (512, 64, 16), f"large{BUFFERS}": (1024, 192, 2)}
-ACCUMULATION = {"tiny": [1, 4, 16], "mid-sized": [4]}  # unless others are asked for
+ACCUMULATION = {"tiny": [1, 4, 16], "mid-sized": [4], f"large{BUFFERS}": [1]}  # unless others are asked for
 USUAL_ACCUMULATION = [1, 4]
-RANKS_OF_PEERS = 2
+ALL_SIZES_ON = 2  # ranks; on more the tiny network with buffers alone, unless sizes are asked for
 BYTES = {"float": 4, "double": 8, "long int": 8, "int": 4, "unsigned char": 1, "bool": 1, "c10::BFloat16": 2}
 PROFILED_UPDATES = 4
 STRETCHES = 12  # that are timed, the median of which counts: processes that wait for each other make a time of luck
@@ -194,23 +194,25 @@ def compare(rank: int, plan: Plan, size: str, steps: int) -> str | None:
 
 def main(
     ranks: Annotated[list[int], Option(min=2, help="Processes; may be given several times.")] = [2, 3, 4],  # noqa: B006
-    size: Annotated[list[str], Option(help="A network of SIZES; may be given several times.")] = list(SIZES),  # noqa: B006
+    size: Annotated[list[str], Option(help="A network of SIZES; may be given several times.")] = [],  # noqa: B006
     accumulation: Annotated[list[int], Option(help="Micro-batches to an update; may be given several times.")] = [],  # noqa: B006
     repetitions: Annotated[int, Option(min=1, help="Rounds; all contestants run in each of them.")] = MIN_REPETITIONS,
     only: Annotated[str, Option(help="Contestants with this in their name; the reference is always there.")] = "",
 ) -> None:
     """Count the collectives of each loop and time its updates on several processes."""
     for number in ranks:
-        has_peers = number == RANKS_OF_PEERS
-        everyone = (
-            CONTESTANTS | peers.installed(peers.PEERS) if has_peers else {name: CONTESTANTS[name] for name in WITHOUT_PEERS}
-        )
-        names = [name for name in everyone if only in name or name == REFERENCE]
-        sizes = [one for one in size if has_peers or one.endswith(BUFFERS)]
-        cases = [(one, steps) for one in sizes for steps in accumulation or ACCUMULATION.get(one, USUAL_ACCUMULATION)]
-        for shown in spawn(measure, Plan(number, cases, names, repetitions)):
-            if shown is not None:
-                print(shown, flush=True)
+        sizes = size or (SIZES if number == ALL_SIZES_ON else [f"tiny{BUFFERS}"])
+        for has_buffers in (False, True):
+            alone = has_buffers or number != ALL_SIZES_ON
+            everyone = (
+                {name: CONTESTANTS[name] for name in WITHOUT_PEERS} if alone else CONTESTANTS | peers.installed(peers.PEERS)
+            )
+            names = [name for name in everyone if only in name or name == REFERENCE]
+            chosen = [one for one in sizes if one.endswith(BUFFERS) == has_buffers]
+            cases = [(one, steps) for one in chosen for steps in accumulation or ACCUMULATION.get(one, USUAL_ACCUMULATION)]
+            for shown in spawn(measure, Plan(number, cases, names, repetitions)) if cases else ():
+                if shown is not None:
+                    print(shown, flush=True)
 
 
 if __name__ == "__main__":
