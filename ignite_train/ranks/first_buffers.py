@@ -12,8 +12,6 @@ from ignite_train.internals.of_distributed import sync_buffers
 
 __all__ = ["FirstBuffers", "has_buffer_hook"]
 
-_WAITS_FOR_RANKS = True  # HangWatch looks for it in the file where a rank stands
-
 
 class FirstBuffers:
     """Gives the buffers of rank 0 to all ranks before the first forward of an update, in place of the wrapper.
