@@ -2,9 +2,9 @@
 
     python benchmarks/fast.py
 
-Every contestant does the same updates with AdamW and clipping, as in `overhead.py`; one acceleration at a time is left out. One
-that gains nothing at any of these sizes is to be taken out. What is faster on an accelerator alone (the queued step) is not
-measured here.
+Every contestant does the same updates with AdamW and clipping, as in `overhead.py`; one acceleration at a time is left out.
+Take an acceleration out of the library if it gains nothing at any of these sizes. What is faster on an accelerator alone (the
+queued step) is not measured here.
 """
 
 from collections.abc import Callable

@@ -106,7 +106,7 @@ def one_after_the_other(
         timeout: seconds to wait for each answer.
 
     Yields:
-        Name and answer; in place of an answer the reason, a string, for which there is none.
+        Name and answer; where a process has not answered, a string with the reason.
     """
     with ExitStack() as stack:
         processes = {name: stack.enter_context(OwnProcess(function, *given)) for name, given in arguments.items()}

@@ -215,44 +215,26 @@ def saves(trainer: Trainer, checkpoint: Checkpoint, micro_batches: list[Any], nu
     return found
 
 
-def tensors_row(tensors: int) -> list[str]:
-    """A save of a state of so many small tensors, and how long a new process takes to resume from it."""
+def saves_row(amount: int, make: Make, keep: int = 1) -> list[str]:
+    """A save into a directory that holds `keep` checkpoints, and how long a new run takes to resume from it."""
     with TemporaryDirectory(dir="runs") as directory:
 
-        def start() -> tuple[Trainer, Checkpoint, list[Any], float]:
-            work = pieces_work(tensors // 3, 64)  # and their two moments
-            trainer, checkpoint = contestants.trainer_of(work), Checkpoint(directory, every=10**9)
+        def start() -> tuple[Trainer, Checkpoint, list[Any]]:
+            work = make(amount)
+            trainer, checkpoint = contestants.trainer_of(work), Checkpoint(directory, every=10**9, keep=keep)
             checkpoint.attach(trainer)
-            return trainer, checkpoint, [next(iter(work.micro_batches))], time.perf_counter()
+            return trainer, checkpoint, [next(iter(work.micro_batches))]
 
-        trainer, checkpoint, micro_batches, _ = start()
+        trainer, checkpoint, micro_batches = start()
         with trainer.session():
             trainer.update(micro_batches)
-            found = saves(trainer, checkpoint, micro_batches, SAVES)
-        trainer, checkpoint, micro_batches, started = start()
-        with trainer.session():
-            resumed = (time.perf_counter() - started) * 1e3
-    held, durable = (statistics.median(values) for values in zip(*found, strict=True))
-    return [f"{tensors:,}", f"{held:.1f}", f"{durable:.1f}", f"{resumed:.1f}"]
-
-
-def checkpoints_row(kept: int) -> list[str]:
-    """A save into a directory with so many checkpoints, and the start of a run there."""
-    with TemporaryDirectory(dir="runs") as directory:
-        work = tiny_work(1, 3)
-        trainer, checkpoint = contestants.trainer_of(work), Checkpoint(directory, every=10**9, keep=kept)
-        checkpoint.attach(trainer)
-        micro_batches = [next(iter(work.micro_batches))]
-        with trainer.session():
-            trainer.update(micro_batches)
-            found = saves(trainer, checkpoint, micro_batches, kept + SAVES)[kept:]
-        trainer, checkpoint = contestants.trainer_of(tiny_work(1, 3)), Checkpoint(directory, every=10**9, keep=kept)
-        checkpoint.attach(trainer)
+            found = saves(trainer, checkpoint, micro_batches, keep + SAVES)[keep:]
+        trainer, checkpoint, micro_batches = start()
         started = time.perf_counter()
         with trainer.session():
             resumed = (time.perf_counter() - started) * 1e3
     held, durable = (statistics.median(values) for values in zip(*found, strict=True))
-    return [f"{kept:,}", f"{held:.1f}", f"{durable:.1f}", f"{resumed:.1f}"]
+    return [f"{amount:,}", f"{held:.1f}", f"{durable:.1f}", f"{resumed:.1f}"]
 
 
 def measure_ranks(rank: int, plan: distributed.Plan, results: Any) -> None:
@@ -350,9 +332,13 @@ def main(
     print(f"{table(head, [samples_row(10**power, repetitions) for power in (3, 5, 7, 10)])}\n")
     of_save = ["the run is held, ms", "until durable, ms", "a start that resumes from it, ms"]
     print("## Tensors of a checkpoint\n\nOf 64 elements each: parameters and two moments.\n")
-    print(f"{table(['tensors', *of_save], [tensors_row(amount) for amount in (30, 300, 3000, 30_000)])}\n")
+    print(
+        f"{table(['tensors', *of_save], [saves_row(n, lambda n: pieces_work(n // 3, 64)) for n in (30, 300, 3000, 30_000)])}\n"
+    )
     print("## Checkpoints in a directory\n\nOf the tiny network.\n")
-    print(f"{table(['checkpoints', *of_save], [checkpoints_row(kept) for kept in (1, 10, 100, 1000)])}\n")
+    print(
+        f"{table(['checkpoints', *of_save], [saves_row(n, lambda _: tiny_work(1, 3), keep=n) for n in (1, 10, 100, 1000)])}\n"
+    )
     print("## Ranks\n\nThe tiny network of `distributed.py`, accumulation 1; each rank writes a file of a checkpoint.\n")
     print(ranks_table(ranks, repetitions))
 

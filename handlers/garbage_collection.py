@@ -42,11 +42,11 @@ class GarbageCollection(Handler):
         gc.collect()
 
     def _begin(self, trainer: Trainer) -> None:
-        if not self._running:
-            with COLLECTOR:  # no thread has it off for a moment
+        with COLLECTOR:  # a thread that has switched it off for a moment would switch it on again
+            if not self._running:
                 self._was_enabled = gc.isenabled()
+            gc.disable()
         self._running.add(id(trainer))
-        gc.disable()
         gc.collect()
 
     def _end(self, trainer: int) -> None:

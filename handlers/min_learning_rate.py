@@ -58,9 +58,7 @@ class MinLearningRate(Handler):
 
     def __call__(self, trainer: Trainer) -> None:
         """Checks the rates that the next update would use."""
-        above = False
-        for group in self.optimizer.param_groups:
-            above = above or float(group["lr"]) > self.minimum
+        above = any(float(group["lr"]) > self.minimum for group in self.optimizer.param_groups)
         if self._was_above and not above:
             trainer.terminate(agreed=True)
         self._was_above = self._was_above or above

@@ -164,7 +164,7 @@ def test_buffers_are_those_of_rank_0_as_in_any_other_ddp(closure: bool) -> None:
 
 @pytest.mark.slow
 def test_buffers_of_three_small_replicas() -> None:
-    """Nobody waits, and all hold the same parameters; their sums have another order than those of hooks."""
+    """No rank waits, and all hold the parameters that hooks leave, but for the order of sums."""
     small, hooked = run_ranks(_of_bounded, "auto", False, world_size=3), run_ranks(_of_bounded, "ddp", False, world_size=3)
     for (mine, _), (theirs, _) in zip(small, hooked, strict=True):
         for one, other in zip(mine, theirs, strict=True):
