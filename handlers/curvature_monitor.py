@@ -143,8 +143,7 @@ class CurvatureMonitor(Handler):
         finally:
             state.micro_batch_in_group = None
             self._forward_state.put_back(before)
-        if (work := collectives.start_sum(total)) is not None:
-            work.wait()
+        collectives.sum_over_ranks(total)
         return total / collectives.total([sample_size])[0]  # NaN without samples
 
 

@@ -131,9 +131,7 @@ class GradientMonitor(Handler):
             shares = [1 / copies(parameter) for parameter in self._monitored]
             weights = [*shares * 3, *(share for share in shares * 2 for _ in _EDGES[1:])][: len(sums)]
             sums = sums * torch.tensor(weights, dtype=sums.dtype, device=sums.device)
-            work = collectives.start_sum(sums)
-            if work is not None:
-                work.wait()
+            collectives.sum_over_ranks(sums)
         numbers = iter(sums.tolist())  # sync
         return [list(islice(numbers, len(found))) for found in self._found]
 

@@ -78,9 +78,7 @@ def _average(statistics: list[tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
         wide = [(mean.double(), var.double()) for mean, var in statistics]
         sums = torch.cat([part for mean, var in wide for part in (mean, var + mean.square())])
-        work = collectives.start_sum(sums)
-        if work is not None:
-            work.wait()
+        collectives.sum_over_ranks(sums)
         sizes = [len(mean) for mean, _ in wide for _ in range(2)]
         parts = iter(torch.split(sums / collectives.world_size(), sizes))
         for mean, var in statistics:

@@ -160,8 +160,7 @@ def _over_ranks(
     """A vector for each name, summed over the ranks; all vectors cross together. Collective."""
     vectors = [torch.cat([_of(one, parameter).reshape(-1) for parameter in parameters]) for one in sums]
     for work in [collectives.start_sum(vector) for vector in vectors]:
-        if work is not None:
-            work.wait()
+        work.wait()
     return dict(zip(names, vectors, strict=True))
 
 

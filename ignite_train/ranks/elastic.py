@@ -103,7 +103,7 @@ class ElasticShardsCrossing(FSDPCrossing):
         flats = [join_parts(bucket) for bucket in cut]
         vector = statistics.pack(*outgoing)
         if vector is not None:
-            _sum_in_replica(vector)
+            collectives.sum_over_ranks(vector)
         self.members.sum(flats if vector is None else [vector, *flats])
         for bucket, flat in zip(cut, flats, strict=True):
             split_parts(bucket, flat)
@@ -118,18 +118,12 @@ class _AllRanksOfAll:
 
     def start_sum(self, vector: Tensor) -> None:
         """See `Ranks`; nothing is left to wait for."""
-        _sum_in_replica(vector)
+        collectives.sum_over_ranks(vector)
         self._members.sum([vector])
 
     def gather_objects(self, value: Any) -> list[Any]:
         """See `Ranks`."""
         return [*chain(*self._members.gather_objects(collectives.gather_objects(value)))]
-
-
-def _sum_in_replica(vector: Tensor) -> None:
-    work = collectives.start_sum(vector)
-    if work is not None:
-        work.wait()
 
 
 def _trainable(gradients: Gradients) -> list[nn.Parameter]:

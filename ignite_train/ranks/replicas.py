@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -74,7 +73,7 @@ class ReplicasCrossing(Crossing):
         vector = statistics.pack(*outgoing, beside=len(numbers) + tail.numel())
         assert vector is not None  # noqa: S101  # there are several ranks
         message = torch.cat([vector, copy_on(vector.device, torch.tensor(numbers, dtype=vector.dtype)), tail])
-        dist.all_reduce(message)
+        collectives.sum_over_ranks(message)
         sums, flags, announced_by_all, summed_tail = torch.split(
             message, [len(vector), len(here), len(announced), tail.numel()]
         )
@@ -83,8 +82,7 @@ class ReplicasCrossing(Crossing):
         exists = iter(here if all(here) else (flags > 0).tolist())  # sync, only if one is missing on this rank
         unflatten(self._tail, summed_tail.to(tail.dtype), exists)
         for bucket, flat, work in under_way:
-            if work is not None:
-                work.wait()
+            work.wait()
             unflatten(bucket, flat, exists)
         if self._sparse is not None:
             self._sparse.add_over_ranks(announced_by_all)
@@ -249,7 +247,7 @@ def buckets(tensors: Iterable[T], dtype_of: Callable[[T], torch.dtype] = lambda 
 def mean_over_ranks(tensors: Sequence[Tensor]) -> None:
     """Puts the mean over all ranks into each tensor, in place. Nothing in a single process.
 
-    One blocking all-reduce for each 25 MiB of a dtype and device; all are under way at once. The result has the same bits on
+    One blocking sum for each 25 MiB of a dtype and device; all are under way at once. The result has the same bits on
     all ranks. Needs memory for a copy of the tensors.
 
     Args:
@@ -261,8 +259,7 @@ def mean_over_ranks(tensors: Sequence[Tensor]) -> None:
     with torch.no_grad():
         flats = [(bucket, torch.cat([tensor.reshape(-1) for tensor in bucket])) for bucket in buckets(tensors)]
         for work in [collectives.start_sum(flat) for _, flat in flats]:
-            if work is not None:
-                work.wait()
+            work.wait()
         for bucket, flat in flats:
             parts = torch.split(flat.div_(world_size), [tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -101,7 +100,7 @@ class Ranks(Protocol):
 
     size: int
 
-    def start_sum(self, vector: Tensor) -> dist.Work | None:
+    def start_sum(self, vector: Tensor) -> collectives.StartedSum | None:
         """Starts to sum `vector` over them, in place. None: nothing to wait for."""
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -114,7 +113,7 @@ class _AllRanks:
     def __init__(self) -> None:
         self.size = collectives.world_size()  # asked once: to ask costs as much as to pack
 
-    def start_sum(self, vector: Tensor) -> dist.Work | None:
+    def start_sum(self, vector: Tensor) -> collectives.StartedSum:
         """See `Ranks`."""
         return collectives.start_sum(vector)
 
@@ -161,7 +160,7 @@ class Statistics:
         self._payload: list[float] = []
         self._num_ranks, self._num_beside = 1, 0
         self._vector: Tensor | None = None
-        self._work: dist.Work | None = None
+        self._work: collectives.StartedSum | None = None
         if not self.on_host:
             self._reading.forget()
 

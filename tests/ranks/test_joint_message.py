@@ -8,7 +8,6 @@ from typing import Any
 import ignite.distributed as idist
 import pytest
 import torch
-import torch.distributed as dist
 from ignite.engine import Events
 from torch import Tensor, nn
 
@@ -19,6 +18,7 @@ from ignite_train.ranks import collectives, replicas
 from ignite_train.ranks.messages import Outgoing, RankRequests
 from ignite_train.ranks.replicas import ReplicasCrossing
 from ignite_train.ranks.statistics import Statistics, Totals
+from ignite_train.traffic import count_traffic
 from ranks import RanksFailedError, run_ranks
 
 
@@ -27,17 +27,13 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """What crosses, in a process that takes itself for one of two ranks; the other one sends the same numbers."""
     seen: list[Tensor] = []
 
-    def double(vector: Tensor, **_: Any) -> None:
+    def double(vector: Tensor) -> None:
         seen.append(vector.clone())
         vector.mul_(2)
 
     monkeypatch.setattr(collectives, "world_size", lambda: 2)
-    monkeypatch.setattr(dist, "all_reduce", double)
+    monkeypatch.setattr(collectives, "sum_over_ranks", double)
     return seen
-
-
-def _double(bucket: Tensor) -> None:
-    bucket.mul_(2)
 
 
 def crossing(owners: list[nn.Parameter]) -> Totals:
@@ -66,7 +62,7 @@ def backward(owners: list[nn.Parameter]) -> list[Tensor]:
 def test_a_gradient_travels_in_the_order_of_its_indices(sent: list[Tensor], beside: int, monkeypatch: Any) -> None:
     """In one vector in float64 if all are small; what comes back has the dtype and the strides that backward gave it."""
     monkeypatch.setattr(replicas, "_TAIL_ELEMENTS", beside)
-    monkeypatch.setattr(collectives, "start_sum", _double)
+    monkeypatch.setattr(collectives, "start_sum", _LateSum)
     owners = parameters()
     values = backward(owners)
     strides = [value.stride() for value in values]
@@ -87,12 +83,12 @@ def test_what_is_missing_is_zero_and_may_come_back(sent: list[Tensor], monkeypat
     owners = parameters()
     backward(owners[:1])
 
-    def add_those_of_another_rank(vector: Tensor, **_: Any) -> None:
+    def add_those_of_another_rank(vector: Tensor) -> None:
         vector.mul_(2)
         vector[-18:] += 5
         vector[-23:-18] = torch.tensor([0.0, 1.0, 1.0, 2.0, 1.0])  # by their sizes: 1, 3, 4, 4 and 6
 
-    monkeypatch.setattr(dist, "all_reduce", add_those_of_another_rank)
+    monkeypatch.setattr(collectives, "sum_over_ranks", add_those_of_another_rank)
     crossing(owners)
     found = [None if owner.grad is None else owner.grad.flatten().tolist() for owner in owners]
     assert found == [[7.0, 9.0, 11.0, 13.0], [5.0] * 6, [5.0] * 4, None, [5.0] * 3]
@@ -255,3 +251,30 @@ def _frozen_later() -> tuple[list[float], list[float]]:
 def test_the_message_follows_what_is_trained_and_logged() -> None:
     """Mean over two ranks of x = update + rank, so a = -Σ(update + 1/2); b moves in the updates 1 and 3, by rank 1's 2 / 2."""
     assert run_ranks(_frozen_later) == [([-7.5] * 3, [-2.0] * 2)] * 2
+
+
+def _sums(*shapes: tuple[int, ...]) -> list[tuple[list[float], list[str]]]:
+    """What a sum of each shape is, and the collectives that it takes; each rank has a number of its own in all elements."""
+    found = []
+    for shape in shapes:
+        vector = torch.full(shape, [2.0**53, 1.0, 1.0][idist.get_rank()], dtype=torch.float64, requires_grad=True) * 1.0
+        with count_traffic("cpu") as traffic:
+            collectives.sum_over_ranks(vector)
+        found.append((sorted({*vector.flatten().tolist()}), [one.name for one in traffic.collectives]))
+    return found
+
+
+@pytest.mark.slow
+def test_few_numbers_are_added_in_the_order_of_the_ranks() -> None:
+    """In float64 2⁵³ + 1 is 2⁵³ again, and 1 + 1 + 2⁵³ is not. Many numbers go round the ring, as they take longest to send."""
+    limit = collectives._GATHERED_BYTES // 3 // 8
+    for few, shaped, most, more in run_ranks(_sums, (1,), (2, 3), (limit,), (limit + 1,), world_size=3):
+        assert few == shaped == most == ([2.0**53], ["allgather_"])
+        assert more[1] == ["allreduce_"]
+
+
+def test_a_single_process_has_nothing_to_add() -> None:
+    """Nor to wait for."""
+    vector = torch.ones(3)
+    collectives.sum_over_ranks(vector)
+    assert vector.tolist() == [1.0] * 3
