@@ -22,8 +22,6 @@ from ignite_train.ranks.statistics import Statistics
 
 __all__ = ["ElasticCrossing", "ElasticShardsCrossing"]
 
-_WAITS_FOR_RANKS = True  # HangWatch looks for it in the file where a rank stands
-
 
 class ElasticCrossing(Crossing):
     """Sums gradients over the members of the update after the last backward, and the statistics beside them.
