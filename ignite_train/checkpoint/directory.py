@@ -253,7 +253,7 @@ class CheckpointDirectory:
         manifest = replace(manifest, serial=1 + max([self.later_than, *(other.serial for _, other in found)]))
         sealed = seal(manifest)
         parse_manifest(sealed)  # what no reader accepts must not be committed
-        self.disk.write_file(directory / MANIFEST, iter([memoryview(sealed)]))
+        self.disk.write_file(directory / MANIFEST, [memoryview(sealed)], len(sealed))
         self.disk.sync_directory(directory)
         copy, taken = 0, set(self.disk.names(self.path))
         while (name := checkpoint_name(manifest.update, copy)) in taken:
@@ -453,5 +453,5 @@ def _write(directory: CheckpointDirectory, unfinished: str, contents: Contents) 
         raise CheckpointError(f"the state has {len(index)} bytes beside its tensors, {MAX_INDEX_BYTES} at most; use tensors")
     if count_marks(index) > MAX_MARKS:  # or else the reader would refuse it
         raise CheckpointError(f"the state has more than {MAX_MARKS} values beside the numbers in its tensors; use tensors")
-    disk.write_file(path / index_name, iter([memoryview(index)]))
+    disk.write_file(path / index_name, [memoryview(index)], len(index))
     return files | {index_name: FileRecord(len(index), zlib.crc32(index))}

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
+import mmap
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+
+if sys.platform == "linux":
+    import fcntl
 
 __all__ = ["Disk", "refuse_other_systems"]
 
 _NEEDED = ("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "preadv", "pwrite")  # of `os`; Windows has none of them
 
 
-_BEGIN_BYTES = 8 * 2**20
-_BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE, see sync_file_range(2): starts to write dirty pages, and waits for none
-
-
-def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    if sys.platform != "linux":
-        return None
-    try:
-        found: Any = ctypes.CDLL(None).sync_file_range
-    except (OSError, AttributeError):  # a C library without it
-        return None
-    found.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    found.restype = ctypes.c_int
-    call: Callable[[int, int, int, int], int] = found
-    return call
-
-
-_sync_file_range = _find_sync_file_range()
+_LARGE_BYTES = 32 * 2**20  # of a file that is worth a buffer
+_BUFFER_BYTES = 8 * 2**20
 
 
 def refuse_other_systems() -> None:
@@ -65,15 +51,11 @@ class Disk:
     def write(self, descriptor: int, data: memoryview) -> None:
         """Writes all of `data`."""
         while len(data):
-            data = data[os.write(descriptor, data) :]
-
-    def begin_sync(self, descriptor: int, start: int, length: int) -> None:
-        """Has the system begin to put some bytes of a file on the disk, so that `sync` finds less to do.
-
-        A hint: it does nothing where the system or the file system lacks the call.
-        """
-        if _sync_file_range is not None:
-            _sync_file_range(descriptor, start, length, _BEGIN_WRITING)
+            try:
+                data = data[os.write(descriptor, data) :]
+            except OSError as error:
+                if error.errno != errno.EINVAL or not _set_direct(descriptor, on=False):
+                    raise  # else the file system has direct writes, and wants other places or lengths than pages
 
     def sync(self, descriptor: int) -> None:
         """Returns when what was written is on the disk."""
@@ -134,17 +116,55 @@ class Disk:
             os.close(descriptor)
         self.remove_directory(path, parent)
 
-    def write_file(self, path: Path, parts: Iterator[memoryview]) -> None:
-        """Writes a new file, to the disk."""
+    def write_file(self, path: Path, parts: Iterable[memoryview], size: int) -> None:
+        """Writes a new file of `size` bytes, to the disk.
+
+        A large one goes there from a buffer of our own, where the file system has direct writes. The system then makes no copy
+        of it among the files that it holds in memory: that copy would take time of the processor and the memory bus from
+        training, and the place of what the loaders have read.
+        """
         descriptor = self.create(path)
-        begun = end = 0
         try:
+            if size >= _LARGE_BYTES and _set_direct(descriptor, on=True):
+                parts = _in_pages(parts)
             for part in parts:
+                if len(part) % mmap.PAGESIZE:
+                    _set_direct(descriptor, on=False)
                 self.write(descriptor, part)
-                end += len(part)
-                if end - begun >= _BEGIN_BYTES:
-                    self.begin_sync(descriptor, begun, end - begun)
-                    begun = end
             self.sync(descriptor)
         finally:
             self.close(descriptor)
+
+
+def _set_direct(descriptor: int, *, on: bool) -> bool:
+    """Has writes to an open file go past the system's memory of files, or no longer. Returns whether that changed anything."""
+    if sys.platform != "linux":
+        return False
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    if bool(flags & os.O_DIRECT) == on:
+        return False
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags ^ os.O_DIRECT)
+    except OSError:  # the file system has no direct writes
+        return False
+    return True
+
+
+def _in_pages(parts: Iterable[memoryview]) -> Iterator[memoryview]:
+    """The same bytes in whole pages of memory, as direct writes want them, and at the end what is left.
+
+    Each is to be written before the next is asked for, which lies in the same memory.
+    """
+    buffer = memoryview(mmap.mmap(-1, _BUFFER_BYTES))
+    filled = 0
+    for part in parts:
+        begin = 0
+        while begin < len(part):
+            taken = min(len(part) - begin, len(buffer) - filled)
+            buffer[filled : filled + taken] = part[begin : begin + taken]
+            begin, filled = begin + taken, filled + taken
+            if filled == len(buffer):
+                yield buffer
+                filled = 0
+    whole = filled - filled % mmap.PAGESIZE
+    yield from (buffer[begin:end] for begin, end in ((0, whole), (whole, filled)) if begin < end)

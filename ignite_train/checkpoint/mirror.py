@@ -194,7 +194,7 @@ class Mirror:
         unfinished = directory.begin()
         directory.disk.make_directory(directory.path / unfinished / name)
         sealed = self._store.cat_file(f"{self._root}/{name}/{MANIFEST}")
-        directory.disk.write_file(directory.path / unfinished / name / MANIFEST, iter([memoryview(sealed)]))
+        directory.disk.write_file(directory.path / unfinished / name / MANIFEST, [memoryview(sealed)], len(sealed))
         return name, self._manifests[name], unfinished
 
     def _get_share(self, directory: CheckpointDirectory, unfinished: str, name: str, manifest: Manifest) -> str:
@@ -203,7 +203,7 @@ class Mirror:
             place, size = _place(name, file), manifest.files[file].size
             if (found := self._size(place)) != size:
                 return f"it has no {file}" if found is None else f"{file} has {found} bytes, it was written with {size}"
-            directory.disk.write_file(directory.path / unfinished / place, self._parts(place, size))
+            directory.disk.write_file(directory.path / unfinished / place, self._parts(place, size), size)
         return ""
 
     def _parts(self, place: str, size: int) -> Iterator[memoryview]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from zlib_ng import zlib_ng
 
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.manifest import FileRecord, checked_json, compact_json, naming, open_regular
@@ -40,7 +40,7 @@ __all__ = [
     "write_tensors",
 ]
 
-_CHUNK_BYTES = 16 * 2**20
+_CHUNK_BYTES = 2**20  # what the checksum has read is written before the processor forgets it
 _FREE_BYTES = 2**28  # of memory that a file may ask for in any case
 _MOST_PER_BYTE = 16  # and for each byte that is on the disk: file systems compress, and copies leave out zeros
 _LENGTH_BYTES = 8  # of the length in front of the header
@@ -289,12 +289,12 @@ def write_tensors(
             crc = 0
             for block in _blocks(pieces[name].data):
                 part = _bytes(block.contiguous())
-                crc = zlib.crc32(part, crc)
+                crc = zlib_ng.crc32(part, crc)
                 yield part
             notes[name] = entry.note(crc)
 
-    disk.write_file(path, parts())
-    return FileRecord(len(header) + offset, zlib.crc32(header)), notes
+    disk.write_file(path, parts(), len(header) + offset)
+    return FileRecord(len(header) + offset, zlib_ng.crc32(header)), notes
 
 
 def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None) -> bytes:
@@ -383,7 +383,7 @@ class TensorFile:
             view = _bytes(numbers)
             while len(view):
                 part = self._next(name, view, position)
-                crc, position, view = zlib.crc32(part, crc), position + len(part), view[len(part) :]
+                crc, position, view = zlib_ng.crc32(part, crc), position + len(part), view[len(part) :]
             if numbers is not block:
                 block.copy_(numbers)
         self._compare(name, crc)
@@ -399,7 +399,7 @@ class TensorFile:
         buffer = memoryview(bytearray(min(_CHUNK_BYTES, size)))
         while done < size:
             part = self._next(name, buffer[: size - done], done)
-            crc, done = zlib.crc32(part, crc), done + len(part)
+            crc, done = zlib_ng.crc32(part, crc), done + len(part)
         self._compare(name, crc)
 
     def _next(self, name: str, buffer: memoryview, position: int) -> memoryview:

@@ -118,8 +118,8 @@ def _write_safetensors(state: Mapping[str, Tensor], output: Path, max_shard_byte
     if len(shards) > 1:
         where = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         total = sum(tensor.nbytes for tensor in state.values())
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
-        _put(index, lambda path: Disk().write_file(path, iter([memoryview(text.encode())])))
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2).encode()
+        _put(index, lambda path: Disk().write_file(path, [memoryview(text)], len(text)))
         output.unlink(missing_ok=True)
     else:
         index.unlink(missing_ok=True)

@@ -989,11 +989,11 @@ def test_a_save_that_fails(on_error: str, asynchronous: bool, tmp_path: Path, ca
     checkpoint.attach(trainer)
     write, calls = checkpoint.saver.disk.write_file, []
 
-    def full(path: Path, parts: Iterator[memoryview]) -> None:
+    def full(path: Path, parts: Iterator[memoryview], size: int) -> None:
         calls.append(path.name)
         if len(calls) == 4:
             raise OSError(28, "No space left on device")
-        write(path, parts)
+        write(path, parts, size)
 
     checkpoint.saver.disk.write_file = full  # type: ignore[method-assign]
     if on_error == "raise":
@@ -1404,9 +1404,9 @@ def test_the_run_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     checkpoint.attach(trainer)
     write, gate, at_save = checkpoint.saver.disk.write_file, threading.Event(), []
 
-    def slow(path: Path, parts: Iterator[memoryview]) -> None:
+    def slow(path: Path, parts: Iterator[memoryview], size: int) -> None:
         assert gate.wait(DEADLINE_SECONDS)
-        write(path, parts)
+        write(path, parts, size)
 
     checkpoint.saver.disk.write_file = slow  # type: ignore[method-assign]
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: at_save.append(model.weight.detach().clone()))

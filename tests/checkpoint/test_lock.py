@@ -372,8 +372,8 @@ class Overtaken(QuickDisk):
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def write_file(self, path: Path, parts: Any) -> None:
-        super().write_file(path, parts)
+    def write_file(self, path: Path, parts: Any, size: int) -> None:
+        super().write_file(path, parts, size)
         if path.name == "manifest.json":
             leave(self._directory, token="b" * 16)
             (self._directory / f".unfinished-{'b' * 16}-1234").mkdir()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import hashlib
+import mmap
 import os
 import stat
 import sys
@@ -13,7 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -564,36 +568,109 @@ def test_a_copy_that_fails_leaves_nothing_waiting(tmp_path, monkeypatch):
 
 
 class Noting(Disk):
-    """Writes down what it is asked for about the bytes of one file."""
+    """Writes down how many bytes each write has, and whether it is a direct one."""
 
     def __init__(self) -> None:
-        self.log: list[tuple[Any, ...]] = []
+        self.log: list[tuple[int, bool]] = []
 
-    def begin_sync(self, descriptor: int, start: int, length: int) -> None:
-        self.log.append(("begin", start, length))
-        super().begin_sync(descriptor, start, length)
-
-    def sync(self, descriptor: int) -> None:
-        self.log.append(("sync", os.fstat(descriptor).st_size))
-        super().sync(descriptor)
+    def write(self, descriptor: int, data: memoryview) -> None:
+        self.log.append((len(data), bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)))
+        super().write(descriptor, data)
 
 
-def test_the_disk_begins_to_write_before_the_file_is_complete(tmp_path):
-    """With each 8 MB, of whatever pieces; the end waits for all bytes, as it would without."""
-    disk, piece = Noting(), memoryview(bytes(range(256)) * 12288)  # 3 MB
-    disk.write_file(tmp_path / "file", iter([piece] * 7))
-    large = 3 * len(piece)
-    assert disk.log == [("begin", 0, large), ("begin", large, large), ("sync", 7 * len(piece))]
-    assert (tmp_path / "file").read_bytes() == bytes(piece) * 7
+PAGE = mmap.PAGESIZE
+PARTS = {
+    "small": [3],
+    "whole pages": [PAGE, 2 * PAGE],
+    "with a rest": [1, 5 * PAGE, 7],
+    "a buffer": [4 * PAGE],
+    "less than a page": [100, 0, 200],
+    "several buffers": [3 * PAGE + 1] * 9,
+    "a large one": [50 * PAGE + 5],
+}
 
 
-def test_a_file_system_that_cannot_begin_is_no_error(tmp_path):
-    """The hint fails silently for an invalid descriptor, and does nothing where the system lacks the call."""
-    Disk().begin_sync(-1, 0, 1)
+def write(path: Path, lengths: list[int]) -> tuple[bytes, list[tuple[int, bool]]]:
+    """Has a file of parts of these lengths written as a large one, by buffers of four pages."""
+    content, disk = bytes(number % 251 for number in range(sum(lengths))), Noting()
+    view, ends = memoryview(content), [*accumulate(lengths)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk_module, "_sync_file_range", None)
-        Disk().write_file(tmp_path / "file", iter([memoryview(bytes(9 * 2**20))]))
-    assert (tmp_path / "file").stat().st_size == 9 * 2**20
+        patch.setattr(disk_module, "_LARGE_BYTES", 10)
+        patch.setattr(disk_module, "_BUFFER_BYTES", 4 * PAGE)
+        disk.write_file(path, [view[end - length : end] for length, end in zip(lengths, ends, strict=True)], len(content))
+    return content, disk.log
+
+
+def has_direct_writes(directory: Path) -> bool:
+    """Whether the file system of the tests has them."""
+    try:
+        os.close(os.open(directory / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="others have no direct writes")
+
+
+@on_linux
+@pytest.mark.parametrize("lengths", PARTS.values(), ids=PARTS)
+def test_a_large_file_is_written_directly_but_for_its_end(tmp_path, lengths):
+    """In whole pages of one buffer, whatever its parts are; what is less than a page goes the usual way, as small files do."""
+    content, log = write(tmp_path / "file", lengths)
+    assert (tmp_path / "file").read_bytes() == content
+    if len(content) < 10:
+        assert log == [(len(content), False)]
+    elif has_direct_writes(tmp_path):
+        whole, rest = divmod(len(content), PAGE)
+        direct = [4 * PAGE] * (whole // 4) + [whole % 4 * PAGE] * (whole % 4 > 0)
+        assert log == [*((length, True) for length in direct), *[(rest, False)] * (rest > 0)]
+
+
+@on_linux
+@pytest.mark.parametrize("lengths", PARTS.values(), ids=PARTS)
+def test_a_file_system_without_direct_writes_is_no_error(tmp_path, monkeypatch, lengths):
+    """Some refuse the flag."""
+
+    def refuse(descriptor: int, command: int, *arguments: int) -> int:
+        if command == fcntl.F_SETFL:
+            raise OSError(errno.EINVAL, "no direct writes")
+        return fcntl.fcntl(descriptor, command, *arguments)
+
+    monkeypatch.setattr(disk_module, "fcntl", SimpleNamespace(**{**vars(fcntl), "fcntl": refuse}))
+    content, log = write(tmp_path / "file", lengths)
+    assert (tmp_path / "file").read_bytes() == content
+    assert not any(is_direct for _, is_direct in log)
+
+
+@on_linux
+@pytest.mark.parametrize("first", [0, 2 * PAGE], ids=["at once", "after a part"])
+def test_a_file_system_that_wants_other_lengths_is_no_error(tmp_path, monkeypatch, first):
+    """Some take the flag, and refuse a write, or the rest of one."""
+    taken, os_write = list[int](), os.write
+
+    def refuse(descriptor: int, data: memoryview) -> int:
+        if not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            return os_write(descriptor, data)
+        if taken or not first:
+            raise OSError(errno.EINVAL, "not these")
+        taken.append(os_write(descriptor, data[:first]))
+        return taken[0]
+
+    monkeypatch.setattr(disk_module.os, "write", refuse)
+    content, _ = write(tmp_path / "file", PARTS["several buffers"])
+    assert (tmp_path / "file").read_bytes() == content
+
+
+def test_an_invalid_write_is_an_error_where_nothing_is_direct(tmp_path, monkeypatch):
+    """It is tried once."""
+
+    def refuse(*_: Any) -> int:
+        raise OSError(errno.EINVAL, "no")
+
+    monkeypatch.setattr(disk_module.os, "write", refuse)
+    with pytest.raises(OSError, match="no"):
+        Disk().write_file(tmp_path / "file", [memoryview(b"123")], 3)
 
 
 @pytest.mark.parametrize(
@@ -651,7 +728,7 @@ def test_the_thread_beside_training_gives_way(tmp_path):
         writer.disk = Asking()
         writer.save(contents(1, "run"), manifest(1))
         writer.wait()
-    assert {*found[:3]} == {min(19, own + 7)}
+    assert {*found[:3]} == {min(19, own + 15)}
     assert {*found[3:]} == {own} == {os.getpriority(os.PRIO_PROCESS, 0)}
 
 
