@@ -34,6 +34,7 @@ import distributed
 from contestants import MicroBatches, Outcome, Work
 from ignite_train import ForwardOutput, ShardedSampler, Trainer
 from ignite_train.handlers import Checkpoint
+from ignite_train.ranks import collectives
 from interleaving import MIN_REPETITIONS, Rounds, interleave, table
 from overhead import tiny_work
 
@@ -49,8 +50,9 @@ Make = Callable[[int], Work]
 RANKS = """{measured}
 
 With more processes than the {cores} cores here each waits for the others to be scheduled, so the formula rests on the counts
-that have a core each: a hop of the all-reduce of {small} numbers takes h = {hop:.0f} µs. A ring, as gloo's, has 2 · (ranks - 1)
-hops, a tree 2 · log2(ranks). Modelled for ranks with a core each on a network as fast as this loopback:
+that have a core each: a hop of the sum of {small} numbers takes h = {hop:.0f} µs. Over gloo they are gathered in a ring, which
+has ranks - 1 hops; what is more than {gathered} kB of all ranks is reduced in one, which has 2 · (ranks - 1). A tree, as that
+of NCCL, has 2 · log2(ranks). Modelled for ranks with a core each on a network as fast as this loopback:
 
 {modelled}
 
@@ -238,13 +240,13 @@ def saves_row(amount: int, make: Make, keep: int = 1) -> list[str]:
 
 
 def measure_ranks(rank: int, plan: distributed.Plan, results: Any) -> None:
-    """On each process: one small all-reduce alone, the tiny network in three ways, and a save."""
+    """On each process: one small sum alone, the tiny network in three ways, and a save."""
     distributed.join(rank, plan)
     is_few = plan.ranks <= FEW_RANKS
     vector, times = torch.zeros(SMALL, dtype=torch.float64), []
     for _ in range(300 if is_few else 20):
         started = time.perf_counter()
-        dist.all_reduce(vector)
+        collectives.sum_over_ranks(vector)
         times.append(time.perf_counter() - started)
     expected: dict[str, Outcome] = {}
 
@@ -288,13 +290,23 @@ def ranks_table(counts: list[int], repetitions: int) -> str:
         small.append(alone * 1e6)
         ratios = [rounds.ratios(name).show() for name in names[1:]]
         rows.append([str(ranks), f"{rounds.typical(names[0]) * 1e3:.2f}", *ratios, f"{alone * 1e6:.0f}", f"{durable:.0f}"])
-    free = [alone / (2 * (ranks - 1)) for ranks, alone in zip(counts, small, strict=True) if ranks <= cores]
-    hop = statistics.median(free) if free else small[0] / (2 * (counts[0] - 1))
-    beyond = [[f"{n:,}", f"{2 * (n - 1) * hop:,.0f}", f"{2 * math.log2(n) * hop:,.0f}"] for n in (8, 16, 64, 256, 1024)]
+    free = [alone / hops(ranks) for ranks, alone in zip(counts, small, strict=True) if ranks <= cores]
+    hop = statistics.median(free) if free else small[0] / hops(counts[0])
+    beyond = [[f"{n:,}", f"{hops(n) * hop:,.0f}", f"{2 * math.log2(n) * hop:,.0f}"] for n in (8, 16, 64, 256, 1024)]
     head = ["ranks", "by hand, ms an update", "ddp, by hand = 1", "explicit, by hand = 1", f"{SMALL} numbers alone, µs", SAVE]
     return RANKS.format(
-        measured=table(head, rows), small=SMALL, cores=cores, hop=hop, modelled=table(["ranks", "ring, µs", "tree, µs"], beyond)
+        measured=table(head, rows),
+        small=SMALL,
+        cores=cores,
+        hop=hop,
+        gathered=collectives.GATHERED_BYTES // 1000,
+        modelled=table(["ranks", "ring, µs", "tree, µs"], beyond),
     )
+
+
+def hops(ranks: int) -> int:
+    """Of the sum of `SMALL` numbers in float64 over gloo."""
+    return ranks - 1 if ranks * SMALL * 8 <= collectives.GATHERED_BYTES else 2 * (ranks - 1)
 
 
 def main(
