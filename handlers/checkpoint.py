@@ -91,7 +91,8 @@ class Checkpoint(Handler):
             where the ranks differ each writes its own. Of another trainer its model, its optimizers and its handlers are saved
             too, and what belongs to each rank is written by each.
         config: plain values of the script. When the run resumes, the log lists which of them have changed.
-        asynchronous: False writes each checkpoint before training continues.
+        asynchronous: False writes each checkpoint before training continues. True: a thread writes beside training, which goes
+            first. Where it keeps all processors busy, as on a CPU, a checkpoint takes longer until it is on the disk.
         on_error: what happens when a save fails: `"raise"`, or `"warn"` and train on. The older checkpoints stay in both cases.
             A failure to write the last state, at the end of the run, is always raised.
         leave_out: names of attached handlers whose state is neither saved nor restored, such as `("LambdaStateScheduler",)`. A
