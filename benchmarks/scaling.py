@@ -59,7 +59,7 @@ of NCCL, has 2 · log2(ranks). Modelled for ranks with a core each on a network 
 An update of `ignite_train` with the hooks of DistributedDataParallel costs max(0, this - the last backward) more than one by
 hand, since the two overlap. With explicit reduction, and for a network as small as this one in either, it has no collective of
 its own: the statistics travel in the gradients' last bucket. What each rank sends for gradients of B bytes is
-2 · (ranks - 1) / ranks · B, whatever the loop.
+2 · (ranks - 1) / ranks · B where they are reduced, and (ranks - 1) · B where they are gathered.
 """
 
 
