@@ -22,7 +22,6 @@ from ignite_train.internals.of_distributed import process_groups, sequence_numbe
 from ignite_train.model.memory_layout import as_bytes
 
 __all__ = [
-    "GATHERED_BYTES",
     "StartedSum",
     "any_rank",
     "broadcast",
@@ -50,8 +49,7 @@ T = TypeVar("T")
 
 _WAITS_FOR_RANKS = True  # HangWatch looks for it in the file where a rank stands
 
-GATHERED_BYTES = 2**18
-"""Of all ranks together: more than that takes longer to send than it saves in turns round the ring."""
+_GATHERED_BYTES = 2**18  # of all ranks together: more than that takes longer to send than it saves in turns round the ring
 
 
 def world_size() -> int:
@@ -113,7 +111,7 @@ def start_sum(vector: Tensor) -> StartedSum:
     ranks = world_size()
     if ranks == 1:
         return _NothingToAdd()
-    if vector.is_cpu and ranks * vector.nbytes <= GATHERED_BYTES:
+    if vector.is_cpu and ranks * vector.nbytes <= _GATHERED_BYTES:
         return _GatheredSum(vector, ranks)
     work: StartedSum = dist.all_reduce(vector, async_op=True)
     return work

@@ -267,7 +267,7 @@ def _sums(*shapes: tuple[int, ...]) -> list[tuple[list[float], list[str]]]:
 @pytest.mark.slow
 def test_few_numbers_are_added_in_the_order_of_the_ranks() -> None:
     """In float64 2⁵³ + 1 is 2⁵³ again, and 1 + 1 + 2⁵³ is not. Many numbers go round the ring, as they take longest to send."""
-    limit = collectives.GATHERED_BYTES // 3 // 8
+    limit = collectives._GATHERED_BYTES // 3 // 8
     for few, shaped, most, more in run_ranks(_sums, (1,), (2, 3), (limit,), (limit + 1,), world_size=3):
         assert few == shaped == most == ([2.0**53], ["allgather_"])
         assert more[1] == ["allreduce_"]
