@@ -263,10 +263,7 @@ def measure_ranks(rank: int, plan: distributed.Plan, results: Any) -> None:
 
 
 def add_up(vector: Tensor, ranks: int) -> None:
-    """The sum of a few numbers over the ranks, in place, as this library makes it."""
-    if ranks * vector.nbytes > GATHERED_BYTES:
-        dist.all_reduce(vector)
-        return
+    """Sums a few numbers over the ranks, in place, as this library does up to `GATHERED_BYTES`."""
     each = list(vector.new_empty(ranks, vector.numel()).unbind())
     dist.all_gather(each, vector)
     vector.copy_(sum(each[1:], each[0]))

@@ -159,8 +159,7 @@ def _over_ranks(
 ) -> dict[str, Tensor]:
     """A vector for each name, summed over the ranks; all vectors cross together. Collective."""
     vectors = [torch.cat([_of(one, parameter).reshape(-1) for parameter in parameters]) for one in sums]
-    for work in [collectives.start_sum(vector) for vector in vectors]:
-        work.wait()
+    collectives.sum_over_ranks(*vectors)
     return dict(zip(names, vectors, strict=True))
 
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 import logging
 import os
 import stat
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+from zlib_ng import zlib_ng
 
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.lock import LOCK, DirectoryLock, writer_of
@@ -454,4 +455,4 @@ def _write(directory: CheckpointDirectory, unfinished: str, contents: Contents) 
     if count_marks(index) > MAX_MARKS:  # or else the reader would refuse it
         raise CheckpointError(f"the state has more than {MAX_MARKS} values beside the numbers in its tensors; use tensors")
     disk.write_file(path / index_name, [memoryview(index)], len(index))
-    return files | {index_name: FileRecord(len(index), zlib.crc32(index))}
+    return files | {index_name: FileRecord(len(index), zlib_ng.crc32(index))}

@@ -17,7 +17,6 @@ __all__ = ["Disk", "refuse_other_systems"]
 
 _NEEDED = ("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "preadv", "pwrite")  # of `os`; Windows has none of them
 
-
 _LARGE_BYTES = 32 * 2**20  # of a file that is worth a buffer
 _BUFFER_BYTES = 8 * 2**20
 
@@ -126,14 +125,19 @@ class Disk:
         descriptor = self.create(path)
         try:
             if size >= _LARGE_BYTES and _set_direct(descriptor, on=True):
-                parts = _in_pages(parts)
-            for part in parts:
-                if len(part) % mmap.PAGESIZE:
-                    _set_direct(descriptor, on=False)
-                self.write(descriptor, part)
+                self._write_directly(descriptor, parts)
+            else:
+                for part in parts:
+                    self.write(descriptor, part)
             self.sync(descriptor)
         finally:
             self.close(descriptor)
+
+    def _write_directly(self, descriptor: int, parts: Iterable[memoryview]) -> None:
+        for pages in _in_pages(parts):
+            if len(pages) % mmap.PAGESIZE:  # the end of the file
+                _set_direct(descriptor, on=False)
+            self.write(descriptor, pages)
 
 
 def _set_direct(descriptor: int, *, on: bool) -> bool:
@@ -153,7 +157,7 @@ def _set_direct(descriptor: int, *, on: bool) -> bool:
 def _in_pages(parts: Iterable[memoryview]) -> Iterator[memoryview]:
     """The same bytes in whole pages of memory, as direct writes want them, and at the end what is left.
 
-    Each is to be written before the next is asked for, which lies in the same memory.
+    Write each of them before you ask for the next, which lies in the same memory.
     """
     buffer = memoryview(mmap.mmap(-1, _BUFFER_BYTES))
     filled = 0

@@ -8,12 +8,13 @@ import os
 import re
 import stat
 import sys
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from zlib_ng import zlib_ng
 
 from ignite_train.checkpoint.tree import MAX_NODES, decode
 from ignite_train.errors import CheckpointError, CheckpointFormatError, DamagedCheckpointError, UnreadableCheckpointError
@@ -90,7 +91,7 @@ class FileRecord:
         Raises:
             ValueError: these bytes of the file are others than were written.
         """
-        if zlib.crc32(checked) != self.crc32:
+        if zlib_ng.crc32(checked) != self.crc32:
             raise ValueError(f"{path.name} is not the file that was written: the checksum differs")
 
     def read(self, path: Path) -> bytes:
@@ -222,7 +223,7 @@ def seal(manifest: Manifest) -> bytes:
         CheckpointError: it is larger than a reader accepts.
     """
     body = compact_json({"format": FORMAT, **asdict(manifest)})
-    data = b'{"crc32":"%08x","manifest":%b}\n' % (zlib.crc32(body), body)
+    data = b'{"crc32":"%08x","manifest":%b}\n' % (zlib_ng.crc32(body), body)
     if len(data) > _MAX_MANIFEST_BYTES or count_marks(body) > _MAX_MANIFEST_MARKS:
         raise CheckpointError(
             f"config must be small, got a manifest of {len(data)} bytes with {count_marks(body)} values; at most "
@@ -278,7 +279,7 @@ def parse_manifest(data: bytes) -> Manifest:
     if head is None or data[-2:] != b"}\n":
         raise ValueError("its manifest has no checksum")
     body = data[head.end() : -2]
-    if int(head[1], 16) != zlib.crc32(body):
+    if int(head[1], 16) != zlib_ng.crc32(body):
         raise ValueError("its manifest is not the one that was written: the checksum differs")
     return _checked(checked_json(body, max_marks=_MAX_MANIFEST_MARKS))
 

@@ -34,7 +34,7 @@ __all__ = ["GIVE_UP_AFTER", "CheckpointWriter", "Snapshot"]
 
 GIVE_UP_AFTER = 5
 _PATIENCE_SECONDS = 30.0  # for a removal that is under way, when the run breaks off
-_NICENESS = 15  # of the thread beside training, more than that of the process: with all processors busy it takes little from it
+_NICENESS = 15  # added to the niceness of the process for the thread that writes, so that training goes first
 _WAITS_FOR_THREADS = _THREAD = "Checkpoint"  # HangWatch looks for the first name in the file where a thread stands
 
 _DEVICE = attrgetter("data.device")  # of a piece

@@ -117,9 +117,10 @@ def start_sum(vector: Tensor) -> StartedSum:
     return work
 
 
-def sum_over_ranks(vector: Tensor) -> None:
-    """Sums `vector` over the ranks, in place. Blocking; nothing in a single process."""
-    start_sum(vector).wait()
+def sum_over_ranks(*vectors: Tensor) -> None:
+    """Sums each vector over the ranks, in place; all are under way at once. Blocking; nothing in a single process."""
+    for started in [start_sum(vector) for vector in vectors]:
+        started.wait()
 
 
 def largest(*values: float) -> list[float]:

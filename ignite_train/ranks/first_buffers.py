@@ -51,9 +51,8 @@ class FirstBuffers:
                 yield
         finally:
             ddp.broadcast_buffers = True
-            if (
-                last
-            ):  # as after a backward that reduces: the next forward of the script, in an evaluation say, gives them to all
+            if last:
+                # as after a backward that reduces: the next forward of the script, in an evaluation say, gives them to all
                 ddp.require_forward_param_sync = True
 
 

@@ -258,8 +258,7 @@ def mean_over_ranks(tensors: Sequence[Tensor]) -> None:
         return
     with torch.no_grad():
         flats = [(bucket, torch.cat([tensor.reshape(-1) for tensor in bucket])) for bucket in buckets(tensors)]
-        for work in [collectives.start_sum(flat) for _, flat in flats]:
-            work.wait()
+        collectives.sum_over_ranks(*(flat for _, flat in flats))
         for bucket, flat in flats:
             parts = torch.split(flat.div_(world_size), [tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):

@@ -372,10 +372,10 @@ def test_the_model_of_power_cuts_sees_a_reader_without_checksums(tmp_path, monke
     scratch.mkdir()
     with monkeypatch.context() as patch:
         for module in (*READERS, ignite_train.checkpoint.directory):
-            patch.setattr(module, "zlib_ng" if hasattr(module, "zlib_ng") else "zlib", SimpleNamespace(crc32=lambda *_: 0))
+            patch.setattr(module, "zlib_ng", SimpleNamespace(crc32=lambda *_: 0))
         log = without("sync", record(root, patch, saves=1).log)
         for module in READERS:
-            patch.setattr(module, "zlib_ng" if hasattr(module, "zlib_ng") else "zlib", SimpleNamespace(crc32=lambda *_: 0))
+            patch.setattr(module, "zlib_ng", SimpleNamespace(crc32=lambda *_: 0))
 
         assert "wrong" in violations(log, scratch, after_commit=True)
 

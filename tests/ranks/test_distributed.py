@@ -131,6 +131,7 @@ def trace() -> tuple[float, float]:
     trainer.run([torch.randn(64, 256) for _ in range(6)], max_epochs=1)
     products = sorted(event.time_range.start for event in profiler.events() if event.name == "AddmmBackward0")
     (statistics,) = (event.time_range.start for event in profiler.events() if event.name == "c10d::allgather_")
+    assert sum(event.name == "c10d::allreduce_" for event in profiler.events()) > 1  # of several buckets
     return statistics, products[len(products) // 2]
 
 

@@ -254,7 +254,7 @@ def test_the_message_follows_what_is_trained_and_logged() -> None:
 
 
 def _sums(*shapes: tuple[int, ...]) -> list[tuple[list[float], list[str]]]:
-    """What a sum of each shape is, and the collectives that it takes; each rank has a number of its own in all elements."""
+    """Sums a vector of each shape and returns the results and their collectives; each rank has one number in all elements."""
     found = []
     for shape in shapes:
         vector = torch.full(shape, [2.0**53, 1.0, 1.0][idist.get_rank()], dtype=torch.float64, requires_grad=True) * 1.0

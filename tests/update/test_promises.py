@@ -127,6 +127,7 @@ def test_an_update_has_one_reduction(ranks: Ranks, name: str, way: str) -> None:
     assert found[0] == found[1]
     assert found[0] == [*BEFORE.get((name, way), []), *plain * EVALUATIONS.get(name, 1), *AFTER.get((name, way), [])]
     assert plain.count("allgather_") == 1  # of the sums, with which all gradients cross where they are few
+    assert plain.count("allreduce_") == (1 if way == "ddp" else 0)
     if way != "fsdp":  # which has operations of its own
         assert plain == ["allgather_", *["allreduce_"] * (way == "ddp")]  # the latter is DistributedDataParallel's
 
