@@ -133,8 +133,8 @@ class SavedOptimizer:
 
         Where it has a form of its own, and parameters for the keys of a mapping, their numbers are the keys.
         """
-        if isinstance(self.optimizer, GathersState):
-            self.optimizer.consolidate_state_dict(0)
+        if self.gathers:
+            self.optimizer.consolidate_state_dict(0)  # type: ignore[attr-defined]  # see `GathersState`
             return self.optimizer.state_dict() if collectives.is_main_rank() else {}
         state = self.optimizer.state_dict()
         if has_own_form(state):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
@@ -57,8 +57,8 @@ class FoldedStep:
         self._optimizer, self._gradients, self._kernels = plain.optimizer, plain.gradients, plain.kernels
         self._direct = DirectStep(plain.optimizer, plain.gradients, plain.kernels.tensors, plain.watch)
         self._logged = False
-        self._host_number = np.zeros((), dtype=np.float32)  # the memory of this tensor: torch takes longer to make one
-        self._host_divisor = torch.from_numpy(self._host_number)
+        self._host_number = ctypes.c_float()  # the memory of this tensor: torch takes longer to make one
+        self._host_divisor = torch.frombuffer(self._host_number, dtype=torch.float32).view(())
 
     def __call__(self, mean_factor: float, *clip_coefficients: float) -> None:
         """See `Stepper`."""
@@ -94,7 +94,7 @@ class FoldedStep:
         device, _ = next(iter(self._gradients.kinds))
         if not is_on_host(device):
             return torch.full((), value, dtype=torch.float32, device=device)
-        self._host_number[()] = value
+        self._host_number.value = value
         return self._host_divisor
 
     def _step_with(self, groups: Sequence[SteppedGroup], **given: Tensor) -> None:
@@ -132,7 +132,7 @@ class FoldedStep:
         wrong = self._kernels.why_not_fused(groups)  # looks at what a subclass has of them too
         for kernels in self._plain.inner:
             kernels.look()
-        if not all(group["fused"] for group in optimizer.param_groups):
+        if len(groups) != len(optimizer.param_groups):
             return _NOT_FUSED
         if step_pre_hooks_of(optimizer) or step_pre_hooks_of_all:
             return "a pre-hook of its step may look at the gradients"
