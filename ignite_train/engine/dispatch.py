@@ -138,7 +138,8 @@ class Dispatcher(OpenEngine):
         self._sections: Sections | None = None  # where something measures how the time divides into sections
         self.begin_section: Callable[[str], object] = unmeasured
         super().__init__(process)
-        self._handlers = handlers_by_event(self)  # the same dict, which an event is looked up in
+        self._handlers = handlers_by_event(self)  # the same dict
+        self._note_handlers()
         self.logger = logging.getLogger("ignite_train")
 
     def register_events(self, *event_names: Any, event_to_attr: dict[Any, str] | None = None) -> None:
@@ -146,6 +147,7 @@ class Dispatcher(OpenEngine):
         super().register_events(*event_names, event_to_attr=event_to_attr)
         for event in event_names:  # the key is what is fired, not an equal with a filter, and is found by identity
             handlers_by_event(self).setdefault(event, [])
+        self._note_handlers()
 
     def add_event_handler(self, event_name: Any, handler: Any, *args: Any, **kwargs: Any) -> RemovableEventHandle:
         """Attaches a handler, as in Ignite. If it, or the object whose method it is, has a state, checkpoints save that."""
@@ -155,12 +157,14 @@ class Dispatcher(OpenEngine):
         handle = super().add_event_handler(event_name, handler, *args, **kwargs)
         self._stages.move(event_name, self._handlers[event_name])
         _list_stateful(self._stateful, handler)
+        self._note_handlers()
         self._handlers_changed()
         return handle
 
     def remove_event_handler(self, handler: Callable[..., Any], event_name: Any) -> None:
         """Removes a handler, as in Ignite. An object whose last handler is removed is no longer saved."""
         super().remove_event_handler(handler, event_name)
+        self._note_handlers()
         self._handlers_changed()
         owner = _owner(handler)
         listed = {name: entry for name, entry in self._stateful.items() if entry is not owner}
@@ -186,12 +190,21 @@ class Dispatcher(OpenEngine):
         finally:
             self._stages.adding = Stage.REACT
 
+    def _note_handlers(self) -> None:
+        """Has an event that fires found by its identity, since its hash is computed in Python. Called when handlers changed.
+
+        Another object that is equal to it, as its name is, is looked up among the handlers. These keep the events, so that no
+        other object has the place of one of them.
+        """
+        self._by_identity = {id(event): entries for event, entries in handlers_by_event(self).items()}
+
     def _handlers_changed(self) -> None:
         """For subclasses: called whenever a handler was attached or removed."""
 
     def has_handlers(self, event: Any) -> bool:
         """Whether `event` has handlers, with or without a filter."""
-        return bool(self._handlers.get(event))
+        found = self._by_identity.get(id(event))
+        return bool(self._handlers.get(event) if found is None else found)
 
     def fire_event(self, event_name: Any, **event_kwargs: Any) -> None:
         """Calls the handlers of `event_name`; without handlers it costs one look-up.
@@ -200,7 +213,9 @@ class Dispatcher(OpenEngine):
             event_name: the event.
             event_kwargs: what each handler gets by name, beside its own arguments.
         """
-        handlers = self._handlers.get(event_name)
+        handlers = self._by_identity.get(id(event_name))
+        if handlers is None:
+            handlers = self._handlers.get(event_name)
         self.last_event_name = event_name
         if handlers:
             state = self.state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from ignite_train.engine.loop import Progress
 from ignite_train.model.step_watch import StepWatch
@@ -13,8 +13,8 @@ from ignite_train.state import TrainState
 __all__ = ["COUNTED", "FINITE", "Counters", "End", "Ending", "Journal", "Part"]
 
 
-class End(Enum):
-    """The ways in which an update ends on this rank."""
+class End(StrEnum):
+    """The ways in which an update ends on this rank. Texts, whose hash is not computed in Python."""
 
     STEPPED = "the parameters have moved"
     SKIPPED = "gradients or loss were not finite"

@@ -10,7 +10,6 @@ import logging
 import math
 import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -819,21 +818,38 @@ def test_prepended_handlers_run_first(event, expected):
 
 
 def test_an_event_without_handlers_costs_one_look_up():
-    """In the table of handlers, and nothing is called; on the trainer and on the evaluator."""
+    """In the table of handlers, without the hash of the event, and nothing is called; on the trainer and on the evaluator."""
     looked: list[Any] = []
 
-    class Table(defaultdict):
-        def get(self, event, *default):
-            looked.append(event)
-            return super().get(event, *default)
+    class Table(dict):
+        def get(self, key, *default):
+            looked.append(key)
+            return super().get(key, *default)
 
     model = nn.Linear(1, 1)
     trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).sum())
     for engine in (trainer, create_evaluator(model, lambda model, x: model(x).sum())):
-        engine._handlers = Table(list, engine._handlers)
-        looked.clear()
+        engine._by_identity = Table(engine._by_identity)
         engine.fire_event(Events.ITERATION_COMPLETED)
-        assert looked == [Events.ITERATION_COMPLETED]
+        assert looked == [id(Events.ITERATION_COMPLETED)]
+        looked.clear()
+
+
+def test_an_event_is_found_by_its_name_too():
+    """Ignite takes an event, its name, and an equal with a filter for the same; so do firing, attaching and `has_handlers`."""
+    model, calls = nn.Linear(1, 1), list[str]()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).sum())
+    assert not trainer.has_handlers("ITERATION_COMPLETED")
+    handle = trainer.add_event_handler("ITERATION_COMPLETED", lambda: calls.append("by name"))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: calls.append("by event"))
+    for event in (Events.ITERATION_COMPLETED, "ITERATION_COMPLETED", Events.ITERATION_COMPLETED(lambda _engine, _count: False)):
+        assert trainer.has_handlers(event)
+        trainer.fire_event(event)
+        assert calls == ["by name", "by event"]
+        calls.clear()
+    handle.remove()
+    trainer.fire_event(Events.ITERATION_COMPLETED)
+    assert calls == ["by event"]
 
 
 @pytest.mark.parametrize(
