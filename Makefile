@@ -17,7 +17,7 @@ XLA_VENV := .venv-xla
 DOCS_VENV := .venv-docs
 BENCH_INSTALLED := $(BENCH_VENV)/installed
 
-# Waiting threads that spin take the cores from those that work.
+# Waiting threads that spin take the cores from those that work. The benchmarks run as users do, without it.
 export OMP_WAIT_POLICY = passive
 
 .PHONY: demo digits quick test slow test-all check nightly without-fast mutants torch-versions ignite-suite libraries recipes migration simulated-accelerator xla-test wheel-test docs gallery curve bench bench-gpu clean
@@ -115,10 +115,10 @@ curve: $(INSTALLED)  ## train and draw docs/curve.png
 	$(BIN)/python examples/plot_curve.py
 
 bench: $(BENCH_INSTALLED)  ## measure against the peers and write benchmarks/results.md and benchmarks/scaling.md; ONLY="overhead" for one script
-	$(BENCH_VENV)/bin/python benchmarks/write_results.py $(addprefix --only ,$(ONLY))
+	env -u OMP_WAIT_POLICY $(BENCH_VENV)/bin/python benchmarks/write_results.py $(addprefix --only ,$(ONLY))
 
 bench-gpu: $(BENCH_INSTALLED)  ## measure on one GPU and write benchmarks/results-gpu.md; PARTS="speed trace" for some, MINUTES=29
-	$(BENCH_VENV)/bin/python benchmarks/gpu.py --minutes $(MINUTES) $(addprefix --part ,$(PARTS))
+	env -u OMP_WAIT_POLICY $(BENCH_VENV)/bin/python benchmarks/gpu.py --minutes $(MINUTES) $(addprefix --part ,$(PARTS))
 
 # Apart from the library's own environment, so that nothing of the peers can be imported there by mistake.
 $(BENCH_INSTALLED): pyproject.toml constraints.txt benchmarks/constraints.txt benchmarks/requirements.txt

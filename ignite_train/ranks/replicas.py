@@ -178,12 +178,13 @@ class SmallReplicasCrossing(ReplicasCrossing):
         """DDP's `no_sync`, for each backward. Collective, where there are buffers.
 
         Raises:
-            ValueError: a communication hook was registered meanwhile.
+            ValueError: a communication hook, of gradients or of buffers, was registered meanwhile.
         """
         if _has_hooks(self._ddp):
+            register = "call register_comm_hook" if comm_hooks_of(self._ddp) else "register the hook of its buffers"
             raise ValueError(
-                "model must have its communication hook before it is given to create_trainer; call register_comm_hook earlier, "
-                "or pass reduction='ddp'"
+                f"model must have its communication hook before it is given to create_trainer; {register} earlier, or "
+                "pass reduction='ddp'"
             )
         self._disarm()
         return self._first_buffers.context(self._ddp.no_sync(), last=last)

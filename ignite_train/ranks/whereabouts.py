@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import linecache
+import os
 import sys
 import threading
 from pathlib import Path
@@ -16,7 +17,8 @@ __all__ = ["COLLECTOR", "Whereabouts", "find_whereabouts"]
 
 COLLECTOR = threading.Lock()
 """Held by what switches Python's garbage collector on: a thread that reads frames has switched it off, and needs it off."""
-
+# A process that was forked meanwhile, as workers of loaders are, would keep it held and the collector off.
+os.register_at_fork(before=COLLECTOR.acquire, after_in_parent=COLLECTOR.release, after_in_child=COLLECTOR.release)
 
 _MARK = "_WAITS_FOR_RANKS"  # a name that is true in each file of this library that waits for other ranks
 _THREAD_MARK = "_WAITS_FOR_THREADS"  # in a file that waits for threads, what these are called

@@ -1123,6 +1123,32 @@ while looking.is_alive():
 """
 
 
+# A thread holds the lock, with the collector off, for a while in which the process forks.
+FORKS_WHILE_THREAD_LOOKS = """
+import gc, os, threading, time, warnings
+from ignite_train.ranks.whereabouts import COLLECTOR
+
+def look():
+    with COLLECTOR:
+        gc.disable()
+        holds.set()
+        time.sleep(0.3)
+        gc.enable()
+
+warnings.simplefilter("ignore")
+holds = threading.Event()
+thread = threading.Thread(target=look)
+thread.start()
+holds.wait()
+child = os.fork()
+if child == 0:
+    os._exit(0 if gc.isenabled() and COLLECTOR.acquire(timeout=5.0) else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+thread.join()
+assert not COLLECTOR.locked()
+"""
+
+
 def end_of(script: str) -> tuple[int, str]:
     """The exit code of another Python that runs it, and what it has written to standard error."""
     done = subprocess.run([sys.executable, "-c", script], timeout=DEADLINE_SECONDS, capture_output=True, text=True)
@@ -1139,6 +1165,12 @@ def test_looking_at_the_main_thread_does_not_stop_threads_from_starting() -> Non
 def test_looking_at_the_main_thread_while_its_functions_end() -> None:
     """Also where a garbage collection runs a finaliser in the middle of it, of which processes with Python 3.11 died."""
     assert end_of(LOOKS_WHILE_FUNCTIONS_END) == (0, "")
+
+
+@pytest.mark.slow
+def test_a_process_that_is_forked_while_a_thread_is_looked_at_collects_its_garbage() -> None:
+    """And is not left with a lock that nobody releases there."""
+    assert end_of(FORKS_WHILE_THREAD_LOOKS) == (0, "")
 
 
 # --- processes that end ---

@@ -206,13 +206,17 @@ def test_a_static_graph_cannot_accumulate() -> None:
 
 
 def hook_after_all() -> None:
-    model = cuts.linear()
-    ddp = DistributedDataParallel(model)
-    trainer = create_trainer(ddp, torch.optim.SGD(model.parameters(), lr=0.1), cuts.forward)
-    trainer.run(cuts.shard([[8] * 2, [8] * 2]), max_epochs=1)
-    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    with pytest.raises(ValueError, match="register_comm_hook earlier, or pass reduction='ddp'"):
-        trainer.run(cuts.shard([[8] * 2, [8] * 2]), max_epochs=2)
+    for register, hook, remedy in (
+        ("register_comm_hook", default_hooks.allreduce_hook, "call register_comm_hook"),
+        ("_register_buffer_comm_hook", lambda _state, _buffers: None, "register the hook of its buffers"),
+    ):
+        model = cuts.linear()
+        ddp = DistributedDataParallel(model)
+        trainer = create_trainer(ddp, torch.optim.SGD(model.parameters(), lr=0.1), cuts.forward)
+        trainer.run(cuts.shard([[8] * 2, [8] * 2]), max_epochs=1)
+        getattr(ddp, register)(None, hook)
+        with pytest.raises(ValueError, match=f"{remedy} earlier, or pass reduction='ddp'"):
+            trainer.run(cuts.shard([[8] * 2, [8] * 2]), max_epochs=2)
 
 
 @pytest.mark.slow
