@@ -193,8 +193,8 @@ class Dispatcher(OpenEngine):
     def _note_handlers(self) -> None:
         """Has an event that fires found by its identity, since its hash is computed in Python. Called when handlers changed.
 
-        Another object that is equal to it, as its name is, is looked up among the handlers. These keep the events, so that no
-        other object has the place of one of them.
+        Another object that is equal to it, as its name is, is looked up among the handlers. These keep the events alive, so
+        that no other object can have the id of an event.
         """
         self._by_identity = {id(event): entries for event, entries in handlers_by_event(self).items()}
 

@@ -1169,7 +1169,7 @@ def test_looking_at_the_main_thread_while_its_functions_end() -> None:
 
 @pytest.mark.slow
 def test_a_process_that_is_forked_while_a_thread_is_looked_at_collects_its_garbage() -> None:
-    """And is not left with a lock that nobody releases there."""
+    """And it has not been left with a lock that no thread of it releases."""
     assert end_of(FORKS_WHILE_THREAD_LOOKS) == (0, "")
 
 
