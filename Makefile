@@ -17,7 +17,7 @@ XLA_VENV := .venv-xla
 DOCS_VENV := .venv-docs
 BENCH_INSTALLED := $(BENCH_VENV)/installed
 
-# Waiting threads that spin take the cores from those that work. The benchmarks run as users do, without it.
+# A thread that waits would spin, and take a core from threads that work. The benchmarks run as users do, without this setting.
 export OMP_WAIT_POLICY = passive
 
 .PHONY: demo digits quick test slow test-all check nightly without-fast mutants torch-versions ignite-suite libraries recipes migration simulated-accelerator xla-test wheel-test docs gallery curve bench bench-gpu clean

@@ -9,8 +9,8 @@ write of the same bytes and an fsync, in the same round. A contestant that is du
 are removed outside of what is measured; `Checkpoint` removes its own, and saves once more meanwhile. On a GPU the copy is one
 into pinned memory of the host, and the host waits for the GPU before each reading of the clock.
 
-The copy is made several times and the processor's cache holds a small state by then, and the memory that it is copied to. A
-save finds that memory as an update leaves it, in no cache: a row of its own has the copy that is made right after an update.
+The copy is made several times, so a small state and the memory that it is copied to are in the processor's cache by then. A
+save does not find that memory in the cache, since an update came before: a row of its own has one copy right after an update.
 
 Then updates of a small model are timed alone and beside a save of a state of that size, in turns.
 """
@@ -104,7 +104,7 @@ def _contestants(
         return statistics.median(seconds_of_copy() for _ in range(5)), math.nan
 
     def copy_after_update() -> Timing:
-        torch.ones(CACHES_BYTES, dtype=torch.uint8)
+        torch.ones(CACHES_BYTES, dtype=torch.uint8)  # takes the place of all else in the caches; the update reads the state
         trainer.update([0])
         return seconds_of_copy(), math.nan
 

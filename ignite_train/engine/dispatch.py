@@ -138,7 +138,7 @@ class Dispatcher(OpenEngine):
         self._sections: Sections | None = None  # where something measures how the time divides into sections
         self.begin_section: Callable[[str], object] = unmeasured
         super().__init__(process)
-        self._handlers = handlers_by_event(self)  # the same dict
+        self._handlers = handlers_by_event(self)  # the same dict, of which Ignite replaces the lists
         self._note_handlers()
         self.logger = logging.getLogger("ignite_train")
 
@@ -191,10 +191,11 @@ class Dispatcher(OpenEngine):
             self._stages.adding = Stage.REACT
 
     def _note_handlers(self) -> None:
-        """Has an event that fires found by its identity, since its hash is computed in Python. Called when handlers changed.
+        """Notes the handlers by the id of their event; called when handlers or events were added or removed.
 
-        Another object that is equal to it, as its name is, is looked up among the handlers. These keep the events alive, so
-        that no other object can have the id of an event.
+        An event that fires is looked up by its id first, since its hash is computed in Python. An object that is equal to an
+        event, as its name is, has another id and is looked up by its hash. `_handlers` keeps the events alive, so no other
+        object can get the id of one.
         """
         self._by_identity = {id(event): entries for event, entries in handlers_by_event(self).items()}
 

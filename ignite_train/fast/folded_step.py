@@ -132,7 +132,7 @@ class FoldedStep:
         wrong = self._kernels.why_not_fused(groups)  # looks at what a subclass has of them too
         for kernels in self._plain.inner:
             kernels.look()
-        if len(groups) != len(optimizer.param_groups):
+        if len(groups) != len(optimizer.param_groups):  # `gather` leaves out a group that is not fused
             return _NOT_FUSED
         if step_pre_hooks_of(optimizer) or step_pre_hooks_of_all:
             return "a pre-hook of its step may look at the gradients"
