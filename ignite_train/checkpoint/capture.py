@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
+from threading import get_ident
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -41,7 +42,7 @@ from ignite_train.model.random_state import capture_random_state, restore_random
 from ignite_train.model.tensor_digests import content_digest, tensor_digests
 from ignite_train.ranks import collectives
 from ignite_train.ranks.root_mesh import is_first_holder
-from ignite_train.ranks.whereabouts import COLLECTOR
+from ignite_train.ranks.whereabouts import COLLECTOR, PAUSING
 from ignite_train.trainer import Trainer
 
 __all__ = ["HeldState", "capture", "own_piece", "paused_collection", "plain_config", "run_config", "versions"]
@@ -112,12 +113,15 @@ def paused_collection() -> Iterator[None]:
     """
     with COLLECTOR:
         collects = gc.isenabled()
-        gc.disable()
+        if collects:
+            PAUSING.add(get_ident())
+            gc.disable()
     try:
         yield
     finally:
         if collects:
             with COLLECTOR:
+                PAUSING.discard(get_ident())
                 gc.enable()
 
 

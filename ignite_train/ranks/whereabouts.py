@@ -13,12 +13,23 @@ from typing import NamedTuple
 
 from ignite_train.internals.of_distributed import DDP_FORWARD
 
-__all__ = ["COLLECTOR", "Whereabouts", "find_whereabouts"]
+__all__ = ["COLLECTOR", "PAUSING", "Whereabouts", "find_whereabouts"]
 
 COLLECTOR = threading.Lock()
 """Held by what switches Python's garbage collector on: a thread that reads frames has switched it off, and needs it off."""
-# A process that was forked meanwhile, as workers of loaders are, would keep it held and the collector off.
-os.register_at_fork(before=COLLECTOR.acquire, after_in_parent=COLLECTOR.release, after_in_child=COLLECTOR.release)
+PAUSING: set[int] = set()
+"""The threads that have switched it off for a moment without holding the lock, and that will switch it on again."""
+
+
+def _after_fork() -> None:
+    """In the new process, which has none of the other threads: it would keep the lock held, or the collector off."""
+    if PAUSING - {threading.get_ident()}:
+        PAUSING.clear()
+        gc.enable()
+    COLLECTOR.release()
+
+
+os.register_at_fork(before=COLLECTOR.acquire, after_in_parent=COLLECTOR.release, after_in_child=_after_fork)
 
 _MARK = "_WAITS_FOR_RANKS"  # a name that is true in each file of this library that waits for other ranks
 _THREAD_MARK = "_WAITS_FOR_THREADS"  # in a file that waits for threads, what these are called

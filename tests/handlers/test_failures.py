@@ -1123,9 +1123,10 @@ while looking.is_alive():
 """
 
 
-# A thread holds the lock, with the collector off, for a while in which the process forks.
-FORKS_WHILE_THREAD_LOOKS = """
+# A thread has the collector off for a while, in which the process forks.
+FORKS_WHILE_THREAD_PAUSES = """
 import gc, os, threading, time, warnings
+from ignite_train.checkpoint.capture import paused_collection
 from ignite_train.ranks.whereabouts import COLLECTOR
 
 def look():
@@ -1135,17 +1136,37 @@ def look():
         time.sleep(0.3)
         gc.enable()
 
+def save():
+    with paused_collection():
+        holds.set()
+        is_over.wait()
+
 warnings.simplefilter("ignore")
-holds = threading.Event()
-thread = threading.Thread(target=look)
+holds, is_over = threading.Event(), threading.Event()
+thread = threading.Thread(target=PAUSES, daemon=True)
 thread.start()
 holds.wait()
 child = os.fork()
 if child == 0:
     os._exit(0 if gc.isenabled() and COLLECTOR.acquire(timeout=5.0) else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+is_over.set()
 thread.join()
-assert not COLLECTOR.locked()
+assert gc.isenabled() and not COLLECTOR.locked()
+"""
+
+# And one that forks in a pause of its own has it still in the new process.
+FORKS_IN_A_PAUSE = """
+import gc, os
+from ignite_train.checkpoint.capture import paused_collection
+
+with paused_collection():
+    child = os.fork()
+    assert not gc.isenabled()
+assert gc.isenabled()
+if child == 0:
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 
 
@@ -1168,9 +1189,16 @@ def test_looking_at_the_main_thread_while_its_functions_end() -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_is_forked_while_a_thread_is_looked_at_collects_its_garbage() -> None:
-    """And it has not been left with a lock that no thread of it releases."""
-    assert end_of(FORKS_WHILE_THREAD_LOOKS) == (0, "")
+@pytest.mark.parametrize("pauses", ["look", "save"])
+def test_a_process_that_is_forked_while_a_thread_pauses_the_collector_collects_its_garbage(pauses: str) -> None:
+    """As a worker of a loader is, while HangWatch looks at a thread or a state is saved; nor does it keep the lock held."""
+    assert end_of(FORKS_WHILE_THREAD_PAUSES.replace("PAUSES", pauses)) == (0, "")
+
+
+@pytest.mark.slow
+def test_a_process_that_is_forked_in_a_pause_of_its_own_ends_it() -> None:
+    """The pause of the thread that forks goes on in both."""
+    assert end_of(FORKS_IN_A_PAUSE) == (0, "")
 
 
 # --- processes that end ---
