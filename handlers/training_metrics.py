@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from ignite_train.arguments import AMOUNT, MAPPING, NUMBER, NUMBERS, TEXTS, check_fields, did_you_mean, real_number
 from ignite_train.engine.sections import SECTIONS, Sections
 from ignite_train.events import Event
+from ignite_train.forward import TERM
 from ignite_train.kinds_of_handlers import EVERY_50, Handler
 from ignite_train.ranks import collectives
 from ignite_train.state import UpdateOutput
@@ -43,8 +44,9 @@ class TrainingMetrics(Handler):
 
     Of the training:
 
-    - `"loss"`: Σloss / Σsample_size in nats, and each log of `forward` by its name, likewise per sample, or over its own
-      denominator where it has one; on request `"loss_base2"` = loss / ln 2 and `"perplexity"` = exp(loss);
+    - `"loss"`: Σloss / Σsample_size in nats, or the sum of the means of its terms where it has several, and each log of
+      `forward` by its name, likewise per sample, or over its own denominator where it has one; on request `"loss_base2"`
+      = loss / ln 2 and `"perplexity"` = exp(loss);
     - `"grad_norm"`, `"grad_norm_max"`: mean and largest norm before clipping; `"clipped"`: the fraction of updates that were
       clipped; `"skipped"`: updates skipped since training began;
     - `"learning_rate"`: the one the latest update used (`"learning_rate/0"`, `"learning_rate/1"`, ... with several groups);
@@ -278,14 +280,20 @@ class TrainingMetrics(Handler):
         sums, steps, found = self._sums, self._sums["steps"], dict[str, float]()
         samples = sums["sample_size"]
         if steps:
-            found["loss"] = loss = sums["loss"] / samples
-            if self.base2:
-                found["loss_base2"] = loss / math.log(2)
-            if self.perplexity:
-                found["perplexity"] = math.exp(loss) if loss < _LARGEST_LOSS else math.inf
+            found["loss"] = sums["loss"] / samples
+        losses: dict[str, float] = {}  # those of several terms: the sum of their means, as the evaluator's
         for name, value in self._logs.items():
             weight = self._log_weights.get(name, samples)
-            found[name] = value / weight if weight else math.nan
+            found[name] = mean = value / weight if weight else math.nan
+            prefix, is_term, _ = name.partition(TERM)
+            of_name = prefix.endswith("/") and f"{prefix}loss" in self._log_weights  # of updates that have a name
+            if is_term and weight and (not prefix or of_name):
+                losses[f"{prefix}loss"] = losses.get(f"{prefix}loss", 0.0) + mean
+        found |= losses
+        if steps and self.base2:
+            found["loss_base2"] = found["loss"] / math.log(2)
+        if steps and self.perplexity:
+            found["perplexity"] = math.exp(found["loss"]) if found["loss"] < _LARGEST_LOSS else math.inf
         if steps:
             if self._unknown:
                 self._warn_of_unknown()

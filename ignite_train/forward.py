@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -49,7 +50,7 @@ OF_THIS_MICRO_BATCH: TermTotals = None
 """The update has one micro-batch, whose denominators are those of the whole update."""
 
 UNCOUNTED: TermTotals = {}
-"""There are other micro-batches, or ranks, and no function has counted them."""
+"""No function has counted them, and those of a micro-batch are not those of the update, or are not what it is divided by."""
 
 _PLAIN_NUMBERS = {int, float}  # asking for a plain number first is faster than isinstance(x, Tensor)
 
@@ -273,11 +274,17 @@ def _sum_of_terms(output: ForwardOutput, totals: TermTotals) -> ForwardOutput:
     The sample size is the sum N of all denominators n, and the loss is Σ sum · N/n over the terms, with N and n of the update.
     """
     terms, logs = _checked_terms(output, totals), output.logs
-    sizes = terms if totals is None else {name: (None, totals[name]) for name in terms}
-    whole = sum(size for _, size in sizes.values())
-    loss = sum(value * _quotient(whole, sizes[name][1]) for name, (value, _) in terms.items())
-    own = {TERM + name: pair for name, pair in terms.items()}  # with their graphs, for what takes their gradients one by one
-    return output._replace(loss=loss, sample_size=sum(size for _, size in terms.values()), logs={**logs, **own})
+    own = {name: _exact(size, total.dtype) for name, (total, size) in terms.items()}
+    sizes = own if totals is None else totals
+    whole = sum(sizes[name] for name in terms)
+    loss = sum(value * _quotient(whole, sizes[name]) for name, (value, _) in terms.items())
+    pairs = {TERM + name: pair for name, pair in terms.items()}  # with graphs, for what takes their gradients one by one
+    return output._replace(loss=loss, sample_size=sum(own.values()), logs={**logs, **pairs})
+
+
+def _exact(size: float | Tensor, dtype: torch.dtype) -> float | Tensor:
+    """A denominator in the dtype of a loss, and at least in float32: bfloat16 has no 257."""
+    return size.to(torch.promote_types(dtype, torch.float32)) if isinstance(size, Tensor) else size
 
 
 def _quotient(whole: float | Tensor, part: float | Tensor) -> float | Tensor:
@@ -308,9 +315,9 @@ def _checked_terms(output: ForwardOutput, totals: TermTotals) -> Mapping[str, tu
         _checked_names.add(TERM + name)
     if totals is not None and not totals:
         raise ForwardContractError(
-            f"a loss with several denominators ({_listed(terms)}) needs them before backward where an update has several "
-            "micro-batches or ranks; pass options=UpdateOptions(sample_sizes=function), where function(micro_batch) returns "
-            "them by name"
+            f"a loss with several denominators ({_listed(terms)}) needs them before backward; pass "
+            "options=UpdateOptions(sample_sizes=function), where function(micro_batch) returns them by name. An update of one "
+            "micro-batch on one rank needs none, with normalize=True and without on_out_of_memory='split'"
         )
     if totals is not None and totals.keys() != terms.keys():
         raise ForwardContractError(

@@ -436,7 +436,7 @@ class Trainer(Loop):
             agreed: every rank calls this in the same update, because the reason is the same on all of them: no need to ask.
         """
         if agreed or self.replicas.is_alone:
-            super().terminate(skip_completed)
+            super().terminate(skip_completed is True)  # as a handler it is called with the trainer
         else:
             self.requests.stop = True
 
@@ -452,7 +452,7 @@ class Trainer(Loop):
         if self.progress.session_open:
             raise RuntimeError("terminate_epoch was called in a session, which has no epochs; call terminate()")
         if agreed or self.replicas.is_alone:
-            super().terminate_epoch(skip_epoch_completed)
+            super().terminate_epoch(skip_epoch_completed is True)
         else:
             self.requests.stop_epoch = True
 

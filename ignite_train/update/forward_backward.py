@@ -22,6 +22,7 @@ from ignite_train.forward import (
     TermTotals,
     as_forward_output,
     bind_forward,
+    is_declared,
 )
 from ignite_train.model.loss_declaration import FirstForward, check_declaration, without_first_look
 from ignite_train.model.precision import Precision
@@ -102,7 +103,9 @@ class ForwardBackward:
         count = self.options.sample_sizes
         self.terms = None if count is None else LossTerms(count, counts=self.counts)
         self.term_totals: TermTotals = UNCOUNTED
-        self._is_one_rank = collectives.world_size() == 1  # asked once: it takes longer than a log
+        self._splits = self.options.on_out_of_memory == "split"
+        # Then the denominators of a single micro-batch are those of the update, and what it is divided by.
+        self._may_be_whole = collectives.world_size() == 1 and self.options.normalize and not self._splits
         if self.options.retain_graph or self.options.create_graph:
             self.run_backward = partial(self.run_backward, retain_graph=True, create_graph=self.options.create_graph)
         self._begins_by_size = self.loss_scaling if isinstance(self.loss_scaling, TorchLossScaling) else None
@@ -125,7 +128,7 @@ class ForwardBackward:
         if self.terms is not None:
             self.term_totals = self.terms.begin(group)
         else:
-            self.term_totals = OF_THIS_MICRO_BATCH if self._is_one_rank and len(group) == 1 else UNCOUNTED
+            self.term_totals = OF_THIS_MICRO_BATCH if self._may_be_whole and len(group) == 1 else UNCOUNTED
         if self.options.train_mode and not self.module.training:
             self.model.train()
         if self._begins_by_size is not None:
@@ -140,6 +143,11 @@ class ForwardBackward:
         else:
             returned = self.user_forward(self.model, on_device)
         output = as_forward_output(returned, self.term_totals)
+        if self._splits and not is_declared(output):
+            raise ForwardContractError(
+                "on_out_of_memory='split' must know how much each half of a micro-batch weighs, and forward returned a mean "
+                "alone; return ForwardOutput(loss summed over the samples, sample_size=their number)"
+            )
         if self.awaits_size:
             self.agree_on_scale(output.sample_size)
         return output

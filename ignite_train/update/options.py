@@ -41,8 +41,9 @@ class UpdateOptions:
         on_nonfinite: without loss scaling, what a non-finite gradient or loss does on all ranks: `"raise"` a
             `NonFiniteError` or `"skip"` the update. The parameters are untouched either way.
         on_out_of_memory: what a `torch.OutOfMemoryError` in forward or backward of one rank does. `"raise"`: it is raised.
-            `"skip"`: the micro-batch gets weight zero. `"split"`: it is halved along its batch dimension and tried again.
-            `"skip"` and `"split"` need a single process or `reduction="explicit"`.
+            `"skip"`: the micro-batch gets weight zero. `"split"`: it is halved along its first dimension and tried again,
+            which needs a loss that is a sum, with its `sample_size`. Both need a single process or `reduction="explicit"`; a
+            hook of `register_post_accumulate_grad_hook` finds in `.grad` what the micro-batch adds, not the sum so far.
             The error is known by its type: for others that mean the same, such as the `RuntimeError` of the CPU allocator,
             have `forward` catch them and raise a `torch.OutOfMemoryError`.
         give_up_after: this many updates in a row that are skipped because they are not finite, or that run out of memory, end
@@ -77,8 +78,9 @@ class UpdateOptions:
         sample_sizes: a function that counts the samples of each term of a loss that is a mapping, see `ForwardOutput`:
             `sample_sizes(micro_batch)` returns `{"mlm": n, "nsp": m}`, of a micro-batch as the loader gives it. It is asked for
             the whole group before its first forward, so all of it is read before, and the numbers are reduced over the ranks in
-            one small collective. An update of one micro-batch on one rank needs no function. Not with `normalize=False`,
-            `on_out_of_memory="skip"` or `reduction="local"`; `compile="update"` compiles no more than True then.
+            one small collective. An update of one micro-batch on one rank, which is not to be split, needs no
+            function. Not with `normalize=False`, `on_out_of_memory="skip"` or `reduction="local"`; `compile="update"` compiles
+            no more than True then.
         data_dims: of a model whose parameters are DTensors on a mesh, the names of the dimensions over which samples differ,
             such as `("dp",)`, or `("dp", "cp")` where each rank of a context-parallel group adds up the loss of its own tokens.
             Ranks that differ in other dimensions only are fed the same micro-batches, and count them once. Found where

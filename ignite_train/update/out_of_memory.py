@@ -130,7 +130,7 @@ class RecoverFromOutOfMemory:
         if (whole := uncut(part)) is not None:
             raise ValueError(
                 f"on_out_of_memory='split' must be able to halve a micro-batch, and one with a {type(whole).__name__} cannot "
-                "be halved along its batch dimension; use on_out_of_memory='skip', or smaller micro-batches"
+                "be halved along its first dimension; use on_out_of_memory='skip', or smaller micro-batches"
             )
         if size is None or size < 2:
             raise ValueError(

@@ -260,7 +260,7 @@ def test_stopping(event, call, ends, sized):
         "terminate_epoch_quietly": lambda: trainer.terminate_epoch(skip_epoch_completed=True),
         "interrupt": trainer.interrupt,
     }
-    trainer.add_event_handler(event, lambda: calls[call]())
+    trainer.add_event_handler(event, calls[call])  # which is called with the trainer, where it takes an argument
     numbers = (1.0, 2.0, 3.0, 4.0, 5.0)
     trainer.run(list(numbers) if sized else Unsized(*numbers), max_epochs=2)
     assert fired == ends

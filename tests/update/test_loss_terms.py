@@ -376,6 +376,72 @@ def test_halves_of_a_micro_batch_keep_the_denominators() -> None:
     assert weights_of(model) == pytest.approx(by_hand(clip=None)[0].tolist(), rel=1e-12)
 
 
+@pytest.mark.parametrize("options", [{"on_out_of_memory": "split"}, {"normalize": False}], ids=["split", "normalize"])
+def test_denominators_of_a_single_micro_batch_are_needed_before_it(options: dict[str, Any]) -> None:
+    """Where it may be cut, its halves are not the update, and what is not divided by them has no use of their means."""
+    model, trainer = make(accumulation_steps=1, sample_sizes=None, **options)
+    before = weights_of(model)
+    with pytest.raises(ForwardContractError, match="needs them before backward; pass options=UpdateOptions"):
+        trainer.run([cuts.samples()])
+    assert weights_of(model) == before
+
+
+def test_halves_of_a_mean_are_refused() -> None:
+    """They would weigh as much as a whole micro-batch each. Before the lack of memory, in the first update."""
+    model = cuts.linear()
+
+    def mean(model: nn.Module, sample: cuts.Sample) -> torch.Tensor:
+        return model(sample[0]).square().mean()
+
+    trainer = create_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), mean, options=UpdateOptions(on_out_of_memory="split")
+    )
+    before = weights_of(model)
+    with pytest.raises(ForwardContractError, match="on_out_of_memory='split' must know how much each half"):
+        trainer.run([cuts.samples()])
+    assert weights_of(model) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
+def test_denominators_have_their_whole_value_in_any_dtype(dtype: torch.dtype) -> None:
+    """Each fits into bfloat16, and their sum does not; one of them is 0, and float16 has no 1e-30."""
+    numbers = {"many": 256, "few": 3, "none": 0}
+
+    def several(model: nn.Module, sample: cuts.Sample) -> ForwardOutput:
+        total = model(sample[0]).square().sum()
+        return ForwardOutput({name: (total * bool(n), torch.tensor(n, dtype=dtype)) for name, n in numbers.items()})
+
+    model, by_hand, data = cuts.linear(), cuts.linear(), cuts.samples()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), several)
+    trainer.run([data])
+    total = by_hand(data[0]).square().sum()
+    (total / 256 + total / 3).backward()
+    torch.optim.SGD(by_hand.parameters(), lr=0.1).step()
+    assert weights_of(model) == pytest.approx(weights_of(by_hand), rel=1e-12)
+    assert trainer.state.update_output is not None
+    assert trainer.state.update_output.sample_size == 259
+
+
+def test_the_loss_of_an_interval_is_the_sum_of_the_means_of_its_terms() -> None:
+    """As the evaluator's over the same data, where the weights do not move; of updates with a name likewise."""
+    x, y, weight = cuts.samples()
+    shares = [
+        (x[a:b], y[a:b], weight[a:b] * (x[a:b, 0] > edge)) for a, b, edge in ((0, 30, -9.0), (30, 50, 1.0), (50, 64, 0.0))
+    ]
+    evaluated = create_evaluator(cuts.linear(), forward).run(shares).metrics
+    trainers = [make(accumulation_steps=1)[1] for _ in range(2)]
+    for trainer, name in zip(trainers, (None, "r1"), strict=True):
+        trainer.optimizers["optimizer"].param_groups[0]["lr"] = 0.0
+        TrainingMetrics(memory=False, perplexity=True).attach(trainer, Events.ITERATION_COMPLETED(every=3))
+        with trainer.session():
+            for share in shares:
+                trainer.update([share], name=name)
+    plain, named = (trainer.state.metrics for trainer in trainers)
+    assert plain["loss"] == pytest.approx(evaluated["loss"], rel=1e-12)
+    assert plain["perplexity"] == pytest.approx(math.exp(evaluated["loss"]), rel=1e-12)
+    assert {key: named[f"r1/{key}"] for key in evaluated} == pytest.approx(evaluated, rel=1e-12)
+
+
 def test_an_evaluation_and_the_metrics_show_each_term() -> None:
     """The evaluation divides by the numbers of all micro-batches, whatever the cut is."""
     model, trainer = make(accumulation_steps=2)
