@@ -100,6 +100,11 @@ class SkipPolicy:
         """The error that ends the run. Forward may have left a NaN where it stays, such as in running statistics."""
         found = self._find(micro_batches, num_placeholders, output)
         error = NonFiniteError(update, output.loss, output.grad_norm, *found)
+        if output.num_evaluations > 1:
+            error.add_note(
+                f"the optimizer's step had made {output.num_evaluations} evaluations: the latest, at parameters that it has tried, "
+                "or what it left was not finite; a smaller learning rate tries nearer ones"
+            )
         if (name := spoilt_buffer(self.module)) is not None:
             error.add_note(
                 f"the buffer {name!r} has a NaN by now, which may stay there: continue from a checkpoint, or "

@@ -477,8 +477,10 @@ def test_an_error_in_the_step_puts_everything_back(where: str) -> None:
     before = flat(model)
     optimizer = Failing(model.parameters(), lr=0.1, momentum=0.9)
     trainer = create_trainer(model, optimizer, forward, options=UpdateOptions(closure=True))
-    with pytest.raises(KeyError if where == "exception" else NonFiniteError):
+    with pytest.raises(KeyError if where == "exception" else NonFiniteError) as raised:
         trainer.run(cuts.cut(cuts.samples(), [3]))
+    says = [note for note in getattr(raised.value, "__notes__", []) if "the optimizer's step had made 2 evaluations" in note]
+    assert len(says) == (where != "exception")
     assert flat(model) == before
     assert (optimizer.param_groups[0]["lr"], optimizer.state) == (0.1, {})
     assert (trainer.state.iteration, trainer.state.num_steps) == (0, 0)
