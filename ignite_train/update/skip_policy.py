@@ -102,8 +102,8 @@ class SkipPolicy:
         error = NonFiniteError(update, output.loss, output.grad_norm, *found)
         if output.num_evaluations > 1:
             error.add_note(
-                f"the optimizer's step had made {output.num_evaluations} evaluations: the latest, at parameters that it has tried, "
-                "or what it left was not finite; a smaller learning rate tries nearer ones"
+                f"the optimizer's step had made {output.num_evaluations} evaluations: the latest, at parameters that it has "
+                "tried, or what it left was not finite; a smaller learning rate tries nearer ones"
             )
         if (name := spoilt_buffer(self.module)) is not None:
             error.add_note(
