@@ -6,7 +6,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -69,7 +69,6 @@ class FirstForward:
 
     Args:
         forward: the user's.
-        guard: makes the `with` in which it runs.
         check: says what is wrong with its declarations, given a micro-batch.
         replace: puts another function into the place where this stands.
 
@@ -78,22 +77,17 @@ class FirstForward:
     """
 
     def __init__(
-        self,
-        forward: BoundForward,
-        guard: Callable[[], AbstractContextManager[None]],
-        check: Callable[[Any], list[str]],
-        replace: Callable[[BoundForward], None],
+        self, forward: BoundForward, check: Callable[[Any], list[str]], replace: Callable[[BoundForward], None]
     ) -> None:
-        self.forward, self._guard, self._check, self._set_forward = forward, guard, check, replace
+        self.forward, self._check, self._set_forward = forward, check, replace
         self._is_checked = False
 
     def __call__(self, model: nn.Module, micro_batch: Any) -> Any:
         """Runs `forward`."""
         messages: list[str] = []
-        with self._guard():
-            if not self._is_checked:
-                self._is_checked, messages = True, self._check(micro_batch)
-            returned = self.forward(model, micro_batch)
+        if not self._is_checked:
+            self._is_checked, messages = True, self._check(micro_batch)
+        returned = self.forward(model, micro_batch)
         if _size_is_known(returned):
             self._set_forward(self.forward)
         for message in messages:
