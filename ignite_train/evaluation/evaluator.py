@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -78,7 +78,7 @@ class Evaluator(Loop):
         def check(micro_batch: Any) -> list[str]:
             return check_declaration(this.model, bound, micro_batch, carried=this.state.carried, precision=this.precision)
 
-        self.forward: BoundForward = FirstForward(bound, nullcontext, check, partial(setattr, this, "forward"))
+        self.forward: BoundForward = FirstForward(bound, check, partial(setattr, this, "forward"))
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.transfer, self.precision = ToDevice(device), Precision(precision, device)
         self.statistics = Statistics(device, counts=self.data_ranks.counts)

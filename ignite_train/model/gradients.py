@@ -236,6 +236,10 @@ class Gradients:
         factor, named = self.mean_factor(), self._model.named_parameters()
         return {name: times(p.grad.detach(), factor) for name, p in named if p.grad is not None}
 
+    def has_some(self) -> bool:
+        """Whether a parameter has a gradient."""
+        return any(parameter.grad is not None for parameter in self.parameters())
+
     def refuse_dropped(self, event: str = "GRADIENTS_READY") -> None:
         """Sees to it that a step will move something.
 

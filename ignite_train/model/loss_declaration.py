@@ -6,7 +6,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def check_declaration(
 ) -> list[str]:
     """Says in one line each what is wrong with the declaration of loss and logs, and what to do; nothing if all is right.
 
-    Forward is run two to five times, in eval mode and without gradients: on a part of the samples, and on that part twice over.
+    Forward is run two to eight times, in eval mode and without gradients: on parts of the samples, and on each part twice over.
     A sum doubles, and a mean stays, whatever its weights, masks and penalties are. What does neither is taken to be right, as
     contrastive losses are, and so is what cannot be cut: every tensor must be as long as the first one, and other leaves must
     be numbers.
@@ -69,7 +69,6 @@ class FirstForward:
 
     Args:
         forward: the user's.
-        guard: makes the `with` in which it runs.
         check: says what is wrong with its declarations, given a micro-batch.
         replace: puts another function into the place where this stands.
 
@@ -78,22 +77,17 @@ class FirstForward:
     """
 
     def __init__(
-        self,
-        forward: BoundForward,
-        guard: Callable[[], AbstractContextManager[None]],
-        check: Callable[[Any], list[str]],
-        replace: Callable[[BoundForward], None],
+        self, forward: BoundForward, check: Callable[[Any], list[str]], replace: Callable[[BoundForward], None]
     ) -> None:
-        self.forward, self._guard, self._check, self._set_forward = forward, guard, check, replace
+        self.forward, self._check, self._set_forward = forward, check, replace
         self._is_checked = False
 
     def __call__(self, model: nn.Module, micro_batch: Any) -> Any:
         """Runs `forward`."""
         messages: list[str] = []
-        with self._guard():
-            if not self._is_checked:
-                self._is_checked, messages = True, self._check(micro_batch)
-            returned = self.forward(model, micro_batch)
+        if not self._is_checked:
+            self._is_checked, messages = True, self._check(micro_batch)
+        returned = self.forward(model, micro_batch)
         if _size_is_known(returned):
             self._set_forward(self.forward)
         for message in messages:
@@ -151,6 +145,10 @@ class _Probe:
         values = iter(torch.stack([one.float().reshape(()) for one in tensors]).tolist())  # sync, a few times in a process
         return [{name: next(values) for name in row} for row in rows]
 
+    def is_same(self, one: float, other: float) -> bool:
+        """Whether they are equal, to rounding; or both 0."""
+        return one == other or self.is_equal(one, other)
+
     def is_equal(self, one: float, other: float, *, factor: float = 1.0) -> bool:
         """Whether `other` is `factor` times as large as `one`, to rounding; not if they are 0, which says nothing."""
         return math.isfinite(one) and one != 0 and math.isclose(factor * one, other, rel_tol=self.tolerance)
@@ -165,17 +163,40 @@ def _findings(probe: _Probe) -> list[str]:
     if not is_equal(part[""], doubled[""], factor=2):
         return []
     is_square = is_equal(part["loss"], doubled["loss"], factor=4)
-    stays = [name for name, value in part.items() if name and is_equal(value, doubled[name])]
-    if not (stays or is_square):
-        return []
-    # A number that is the same for other samples is a constant and no mean.
-    (other, both), size = probe.numbers([1], [0, 1]), part[""] * count / probe.parts.size
-    means = [name for name in stays if not is_equal(part[name], other[name])]
+    stays = [name for name, value in part.items() if name and probe.is_same(value, doubled[name])]
+    means, size = _means(probe, stays, part), part[""] * count / probe.parts.size
     found = [_declared_mean(size)] if "loss" in means else []
-    if is_square and is_equal(2 * (part["loss"] + other["loss"]), both["loss"]):
-        found.append(_multiplied_sum(size))
+    if is_square:
+        other, both = probe.numbers([1], [0, 1])
+        if is_equal(2 * (part["loss"] + other["loss"]), both["loss"]):
+            found.append(_multiplied_sum(size))
     logs = [name for name in means if name != "loss"]
     return [*found, _mean_logs(logs)] if logs else found
+
+
+def _means(probe: _Probe, names: Sequence[str], part: dict[str, float]) -> list[str]:
+    """Those of `names` that are means: they do not grow with the samples, and are not alike in all parts.
+
+    What is alike in all of them is a constant, or cannot be told from one.
+
+    Args:
+        probe: has run forward on the first part.
+        names: of what stays where the first part is there twice; it may be 0.
+        part: what forward has returned for the first part.
+    """
+    means, unknown, sizes = list[str](), names, probe.parts.sizes
+    with suppress(Exception):  # a last part of another size may not suit forward; the others have told enough then
+        for number, size in enumerate(sizes[1:], start=1):
+            if not unknown:
+                break
+            one, doubled = probe.numbers([number], [number, number])
+            # A sum that is 0 does not double either; of what was not 0 the first part has told enough.
+            stays = [name for name in unknown if part[name] != 0 or probe.is_same(one[name], doubled[name])]
+            unknown = [name for name in stays if probe.is_same(part[name], one[name])]
+            # The number of different samples grows with the part, though not where samples are there twice.
+            factor = size / sizes[0]
+            means += [n for n in stays if n not in unknown and not probe.is_equal(part[n], one[n], factor=factor)]
+    return means
 
 
 def _is_mean_of_columns(probe: _Probe, loss: float) -> bool:
@@ -223,11 +244,21 @@ class _Parts:
         leaves: its tensors and numbers.
         structure: how they lie in it.
         count: the samples.
+
+    Attributes:
+        count: the same.
+        size: how many samples the first part has.
+        sizes: of each part.
     """
 
     def __init__(self, leaves: list[Any], structure: Any, count: int) -> None:
         self._leaves, self._structure, self.count = leaves, structure, count
-        self.size = count // 2 if count >= _FEW else 1  # of a part
+        self.size = size = count // 2 if count >= _FEW else 1  # of a half
+        # The second half with what is left over, or without one sample: an accuracy that is alike in both halves differs there.
+        others = slice(size if count > 2 * size else size + 1, count)
+        pieces = slice(size), slice(size, 2 * size), others
+        self._pieces = [piece for piece in pieces if range(count)[piece]]
+        self.sizes = [len(range(count)[piece]) for piece in self._pieces]
 
     @classmethod
     def of(cls, micro_batch: Any) -> _Parts | None:
@@ -244,18 +275,18 @@ class _Parts:
             return None
         return cls(leaves, structure, count)
 
-    def cut(self, halves: Sequence[int], *, is_widened: bool = False) -> Any:
+    def cut(self, parts: Sequence[int], *, is_widened: bool = False) -> Any:
         """A micro-batch of some samples.
 
         Args:
-            halves: 0 for the first part of the samples and 1 for the next one, one after the other.
+            parts: the numbers of parts of the samples, which come one after the other.
             is_widened: whether each column of them is there twice.
         """
 
         def change(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.dim() == 0:
                 return leaf
-            chosen = torch.cat([leaf[half * self.size : (half + 1) * self.size] for half in halves])
+            chosen = torch.cat([leaf[self._pieces[part]] for part in parts])
             return torch.cat([chosen, chosen], dim=1) if is_widened and leaf.dim() > 1 else chosen
 
         return pytree.tree_unflatten([*map(change, self._leaves)], self._structure)

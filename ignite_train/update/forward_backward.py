@@ -58,14 +58,14 @@ class ForwardBackward:
     Attributes:
         model: with its wrapper, if it has one.
         module: without.
-        user_forward: the user's function; in its first run it is looked at for mistakes.
+        user_forward: the user's function; in its first run what it declares is looked at for mistakes.
         run_backward: as `torch.autograd.backward`; given the loss alone, it keeps or makes the graph that the options ask for.
         engine: takes the place of `run_backward` for losses that are plain tensors, if an acceleration has set it.
         transfer: copies micro-batches to the device; None on the CPU.
         precision: of forward.
         loss_scaling: multiplies the loss.
         seeding: what random numbers are a function of, if they are.
-        guard: looks after the first forward.
+        guard: looks after forward.
         state: of the trainer; told which micro-batch is run again.
         carried: what forward carries.
         terms: counts the denominators of a loss with several terms, if the user has a function that does so.
@@ -75,6 +75,7 @@ class ForwardBackward:
         is_other: whether the running update has another forward than the trainer was made with.
         name: of the running update.
         awaits_size: whether the first loss scale is still to be found in the running update.
+        is_watched: whether the running update is one of those in which forward is guarded: the 1st, 2nd, 4th, 8th, ...
     """
 
     model: nn.Module
@@ -93,12 +94,14 @@ class ForwardBackward:
     awaits_size: bool = False
     is_other: bool = False
     name: str | None = None
+    is_watched: bool = False
+    _num_begun: int = 0  # updates
     _group_size: int = 0  # how many micro-batches this rank has in the running update, as far as is known when it begins
 
     def __post_init__(self) -> None:
         # What it gives its parts to call must not keep it and its model alive.
         check, replace = WeakMethod(self._check_forward), WeakMethod(self._set_forward)
-        self.user_forward = FirstForward(self.user_forward, self.guard.forward, check, replace)
+        self.user_forward = FirstForward(self.user_forward, check, replace)
         self.carried, self._autocasts = self.state.carried, bool(self.precision.dtypes)
         count = self.options.sample_sizes
         self.terms = None if count is None else LossTerms(count, counts=self.counts)
@@ -125,6 +128,8 @@ class ForwardBackward:
 
     def begin(self, group: Sequence[Any]) -> None:
         """Before the first forward of an update. Collective, where the user counts the samples of several losses."""
+        self._num_begun = number = self._num_begun + 1
+        self.is_watched = number & (number - 1) == 0
         if self.terms is not None:
             self.term_totals = self.terms.begin(group)
         else:
@@ -137,11 +142,12 @@ class ForwardBackward:
     def forward(self, micro_batch: Any) -> ForwardOutput:
         """Runs the user's function on a micro-batch, which is copied to the device first, and checks the result."""
         on_device = micro_batch if self.transfer is None else self.transfer(micro_batch)
+        user_forward = self._watched_forward if self.is_watched else self.user_forward
         if self._autocasts:
             with self.precision.autocast():
-                returned = self.user_forward(self.model, on_device)
+                returned = user_forward(self.model, on_device)
         else:
-            returned = self.user_forward(self.model, on_device)
+            returned = user_forward(self.model, on_device)
         output = as_forward_output(returned, self.term_totals)
         if self._splits and not is_declared(output):
             raise ForwardContractError(
@@ -191,6 +197,10 @@ class ForwardBackward:
         (total,) = collectives.total([float(sample_size) * self._group_size * self.counts])  # sync, in the first update
         assert self._begins_by_size is not None  # noqa: S101  # asked before
         self._begins_by_size.begin(total)
+
+    def _watched_forward(self, model: nn.Module, micro_batch: Any) -> Any:
+        with self.guard.forward():
+            return self.user_forward(model, micro_batch)
 
     def _check_forward(self, micro_batch: Any) -> list[str]:
         forward = without_first_look(self.user_forward)

@@ -129,12 +129,15 @@ class Gather:
         trainer.begin_section("forward")
         if self._seeding is not None:
             self._seeding.micro_batch(index)
-        # Looked at in the first updates only: FailureBoard has a handler of this event in each.
+        # Looked at in few updates only: FailureBoard has a handler of this event in each.
         if self._num_guarded:
             self._num_guarded -= 1
             self._guard.fire(trainer, _MICRO_BATCH_STARTED)
         elif self._is_started_heard:
-            trainer.fire_event(_MICRO_BATCH_STARTED)
+            if self.passes.is_watched:
+                self._guard.fire(trainer, _MICRO_BATCH_STARTED)
+            else:
+                trainer.fire_event(_MICRO_BATCH_STARTED)
 
     def cross(self, trainer: Trainer) -> Totals:
         """After the last backward: reduces what is left, and gives the numbers of the update over all ranks. Collective."""

@@ -1,4 +1,4 @@
-"""A guard around handlers inside an update: gradients that are a sum there stay as they are, and none of them steps."""
+"""A guard around the user's code inside an update: gradients that are a sum there stay as they are, and none of it steps."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ __all__ = ["HandlerGuard"]
 
 _BACKWARD_COMPLETED = TrainEvents.BACKWARD_COMPLETED
 _FIRST = 4  # times that an event fires, in which contents are compared too
-_Seen = list[tuple[nn.Parameter, Tensor | None, int, bytes]]
+_Seen = tuple[nn.Parameter, Tensor | None, int, bytes]  # a parameter, and how its gradient was
 
 
 class HandlerGuard:
-    """Refuses what handlers inside an update must not do: step an optimizer of the trainer, or change a gradient too early.
+    """Refuses what `forward` and handlers inside an update must not do: step an optimizer of the trainer, or change gradients.
 
     Before GRADIENTS_REDUCED, and in GRADIENTS_READY, `.grad` is a sum, so that what is clipped or added there has the wrong
     size. Gradients are compared by identity and by torch's count of changes, which leaves out those of `.grad.data`: so at
     first what lies in the memory of the host is compared too. One that a handler has set to None is allowed: its parameter
-    stays where it is.
+    stays where it is. If a handler sets all of them to None, it has called `zero_grad()`, and earlier micro-batches are lost.
 
     Args:
         gradients: those of the trainer's optimizers.
@@ -74,21 +74,34 @@ class HandlerGuard:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Within it `forward` runs for the first time: without a step, and without a gradient that it leaves behind."""
+        """Within it `forward` runs: without a step, and without a gradient that it leaves behind, changes or drops."""
         before = self._look()
         with self.no_step("forward", ForwardContractError):
             yield
-        if (name := self._changed(before)) is not None:
+        if (seen := self._changed(before, may_drop=False)) is None:
+            return
+        parameter, gradient, _, _ = seen
+        name = self._gradients.name(parameter)
+        if gradient is None:
             raise ForwardContractError(
                 f"forward must not leave gradients behind, and {name} has one: it called backward(), which the update would "
-                "step along; use torch.autograd.grad(loss, inputs), or set .grad to None again"
+                "step along; use torch.autograd.grad(loss, inputs)"
             )
+        raise ForwardContractError(
+            f"forward must not change gradients, and that of {name} is {'gone' if parameter.grad is None else 'another one'} "
+            "now: it called zero_grad() or backward(), and .grad is the sum over the earlier micro-batches; leave out "
+            "zero_grad(), which the trainer calls after each update, and for gradients of your own use "
+            "torch.autograd.grad(loss, inputs)"
+        )
 
     def fire(self, trainer: Trainer, event: Any) -> None:
         """Fires an event of a micro-batch, whose handlers may read gradients."""
         may_change = event is _BACKWARD_COMPLETED and self._keeps_graph
+        had_some = self._gradients.has_some()
         with self.no_step(f"a handler of {event.name}") if may_change else self._unchanged(event.name):
             trainer.fire_event(event)
+        if had_some:
+            self._gradients.refuse_dropped(event.name)
 
     @contextmanager
     def _unchanged(self, event: str) -> Iterator[None]:
@@ -96,14 +109,15 @@ class HandlerGuard:
         before = self._look(with_contents=self._num_fired[event] <= _FIRST)
         with self.no_step(f"a handler of {event}"):
             yield
-        if (name := self._changed(before)) is not None:
+        if (seen := self._changed(before)) is not None:
+            name = self._gradients.name(seen[0])
             raise GradientAccessError(
                 f"a handler of {event} must not change gradients, and that of {name} is another one now: .grad is a sum "
                 "there, times the loss scale; change the mean gradient in a handler of TrainEvents.GRADIENTS_REDUCED, and for "
                 "gradients of your own use torch.autograd.grad"
             )
 
-    def _look(self, *, with_contents: bool = False) -> _Seen:
+    def _look(self, *, with_contents: bool = False) -> list[_Seen]:
         found = [(parameter, parameter.grad) for parameter in self._gradients.parameters()]
         return [
             (parameter, None, -1, b"")
@@ -112,14 +126,22 @@ class HandlerGuard:
             for parameter, gradient in found
         ]
 
-    def _changed(self, before: _Seen) -> str | None:
-        """The name of the first parameter that has another gradient than before; None if none has."""
-        for parameter, gradient, version, contents in before:
+    @staticmethod
+    def _changed(before: list[_Seen], *, may_drop: bool = True) -> _Seen | None:
+        """The first parameter that has another gradient than before; None if none has.
+
+        Args:
+            before: how they were.
+            may_drop: whether a gradient may have become None.
+        """
+        for seen in before:
+            parameter, gradient, version, contents = seen
             now = parameter.grad
             if now is None:
-                continue
-            if now is not gradient or version_of(now) != version or (contents and _contents(now) != contents):
-                return self._gradients.name(parameter)
+                if gradient is not None and not may_drop:
+                    return seen
+            elif now is not gradient or version_of(now) != version or (contents and _contents(now) != contents):
+                return seen
         return None
 
 

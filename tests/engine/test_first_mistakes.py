@@ -21,6 +21,7 @@ from ignite_train import (
     ForwardContractError,
     ForwardOutput,
     GradientAccessError,
+    NoGradientError,
     ResumableLoader,
     Trainer,
     TrainEvents,
@@ -293,6 +294,149 @@ def test_a_second_backward_through_gradients() -> None:
     trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, lambda: model.weight.grad.square().sum().backward())
     trainer.run(DATA)
     assert trainer.state.num_steps == 2
+
+
+def set_to_zero(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+CLEARINGS: dict[str, Callable[[nn.Module, Any], None]] = {
+    "of the optimizer": lambda _, optimizer: optimizer.zero_grad(),
+    "of the model": lambda model, _: model.zero_grad(),
+    "to zero": lambda _, optimizer: set_to_zero(optimizer),
+    "of one layer": lambda model, _: setattr(model.bias, "grad", None),
+}
+
+
+@pytest.mark.parametrize("name", CLEARINGS)
+def test_zero_grad_in_forward(name: str) -> None:
+    """The gradients of the earlier micro-batches of the update would be lost. With one micro-batch there are none."""
+
+    def clearing(model: nn.Module, batch: Batch) -> ForwardOutput:
+        CLEARINGS[name](model, optimizer)
+        return summed(model, batch)
+
+    model, optimizer, trainer = make(clearing, accumulation_steps=4)
+    before = model.weight.detach().clone()
+    says = r"forward must not change gradients, and that of '(weight|bias)' is (gone|another one) now: it called zero_grad\(\)"
+    assert_one_line((ForwardContractError, says, lambda: trainer.run(DATA * 2)))
+    assert trainer.state.num_micro_batches == 0
+    assert torch.equal(model.weight, before)
+    weights = []
+    for forward in (clearing, summed):
+        model, optimizer, trainer = make(forward)
+        trainer.run(DATA)
+        weights.append(model.weight)
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("keeps_graph", [False, True])
+@pytest.mark.parametrize("calls", [None, 1, 4], ids=["each", "first", "last"])
+@pytest.mark.parametrize("event", ["MICRO_BATCH_STARTED", "FORWARD_COMPLETED", "BACKWARD_COMPLETED"])
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_zero_grad_in_a_handler(event: str, calls: int | None, keeps_graph: bool) -> None:
+    """Also after the backward of one micro-batch alone. Where there is no gradient yet, it does nothing."""
+    model, optimizer, trainer = make(summed, UpdateOptions(create_graph=keeps_graph), accumulation_steps=4)
+    before = model.weight.detach().clone()
+    chosen = EVENTS[event] if calls is None else EVENTS[event](event_filter=lambda _, number: (number - calls) % 4 == 0)
+    trainer.add_event_handler(chosen, lambda: optimizer.zero_grad())
+    if calls == 1 and event != "BACKWARD_COMPLETED":
+        trainer.run(DATA * 2)
+        mine, optimizer, trainer = make(summed, accumulation_steps=4)
+        trainer.run(DATA * 2)
+        assert torch.equal(model.weight, mine.weight)
+        return
+    says = rf"a handler of {event} has dropped all gradients before the step; leave out its zero_grad\(\)"
+    assert_one_line((NoGradientError, says, lambda: trainer.run(DATA * 2)))
+    assert torch.equal(model.weight, before)
+
+
+def test_zero_grad_before_the_last_of_many_micro_batches() -> None:
+    """A handler of MICRO_BATCH_STARTED is watched in whole updates, however many micro-batches they have."""
+    _, optimizer, trainer = make(summed, accumulation_steps=8)
+    trainer.add_event_handler(TrainEvents.MICRO_BATCH_STARTED(every=8), lambda: optimizer.zero_grad())
+    with pytest.raises(NoGradientError, match="a handler of MICRO_BATCH_STARTED has dropped all gradients"):
+        trainer.run(DATA * 4)
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.parametrize("every", [2, 4, 8])
+@pytest.mark.parametrize("mistake", ["step", "backward"])
+def test_a_mistake_in_a_later_forward(mistake: str, every: int, accumulation_steps: int) -> None:
+    """As in a loop that accumulated by itself: in each second, fourth or eighth call."""
+    calls = 0
+
+    def forward(model: nn.Module, batch: Batch) -> ForwardOutput:
+        nonlocal calls
+        calls += 1
+        if calls % every == 0:
+            optimizer.step() if mistake == "step" else summed(model, batch).loss.backward()
+        return summed(model, batch)
+
+    model, optimizer, trainer = make(forward, accumulation_steps=accumulation_steps)
+    says = rf"forward must not (call step\(\)|(leave|change) gradients.*{mistake}\(\))"
+    assert_one_line((ForwardContractError, says, lambda: trainer.run(DATA * 8)))
+    assert calls == every
+    assert trainer.state.num_steps == (every - 1) // accumulation_steps
+    mine, by_hand, _ = make(summed)
+    for number, batch in enumerate((DATA * 8)[: trainer.state.num_steps * accumulation_steps], start=1):
+        (summed(mine, batch).loss / (accumulation_steps * len(batch[1]))).backward()
+        if number % accumulation_steps == 0:
+            by_hand.step()
+            by_hand.zero_grad()
+    torch.testing.assert_close(model.weight, mine.weight)
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_mistake_in_the_forward_of_one_update() -> None:
+    """Another forward, which an update of its own is given, is watched like that of the trainer."""
+    _, optimizer, trainer = make(summed)
+    trainer.run(DATA[:1])
+    with pytest.raises(ForwardContractError, match=r"forward must not call step\(\)"):
+        trainer.update(DATA[:1], forward=lambda m, b: (optimizer.step(), summed(m, b))[1])
+
+
+def test_a_mistake_in_a_later_evaluation_of_a_closure() -> None:
+    """Each evaluation of the loss runs a forward that is watched."""
+    calls = 0
+
+    def forward(model: nn.Module, batch: Batch) -> ForwardOutput:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            model.zero_grad()
+        return summed(model, batch)
+
+    _, _, trainer = make(forward, UpdateOptions(closure=True), optimizer=torch.optim.LBFGS, accumulation_steps=2)
+    with pytest.raises(ForwardContractError, match="forward must not change gradients, and that of 'weight' is gone"):
+        trainer.run(DATA)
+    assert calls == 4
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 4])
+def test_a_forward_that_differentiates_rightly(accumulation_steps: int) -> None:
+    """Without `.grad`, or with gradients that it puts back, or of a network that the trainer does not step: as without it."""
+    other = nn.Linear(3, 2)
+    critic = torch.optim.SGD(other.parameters(), lr=0.1)
+
+    def right(model: nn.Module, batch: Batch) -> ForwardOutput:
+        attack_without_a_trace(model, batch)
+        kept = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        summed(model, batch).loss.backward()
+        for parameter, gradient in zip(model.parameters(), kept, strict=True):
+            parameter.grad = gradient
+        summed(other, batch).loss.backward()
+        critic.step()
+        critic.zero_grad()
+        return summed(model, batch)
+
+    weights = []
+    for forward in (right, summed):
+        model, _, trainer = make(forward, accumulation_steps=accumulation_steps)
+        trainer.run(DATA * 4)
+        weights.append(model.weight)
+    assert torch.equal(*weights)
 
 
 def test_nothing_is_left_of_the_first_look() -> None:

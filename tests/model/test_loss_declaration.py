@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ignite.distributed as idist
@@ -395,6 +396,54 @@ def test_a_log_that_is_a_mean_is_noticed(loss: tuple[Any, bool]) -> None:
         assert "a pair (sum, denominator)" in messages[0]
         with pytest.warns(LossDeclarationWarning, match="'mine'"):
             create_evaluator(Net(), forward).run([batch()])
+
+
+def told_of(log: Callable[[Tensor], Any], numbers: Sequence[float]) -> bool:
+    """Whether a log of these numbers, one for each sample, is warned of."""
+    given = batch(len(numbers)) | {"numbers": torch.tensor(numbers)}
+
+    def forward(m: nn.Module, b: Batch) -> ForwardOutput:
+        return ForwardOutput(SQUARES(m(b["x"]), b["y"], reduction="sum"), len(b["x"]), {"mine": log(b["numbers"])})
+
+    messages = told(forward, given, updates=1)
+    assert all("logs['mine'] of forward did not grow with the samples" in one for one in messages)
+    return len(messages) == 1
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 6, pytest.param(7, marks=pytest.mark.slow)])
+def test_an_accuracy_that_is_the_same_in_both_halves_is_noticed(count: int) -> None:
+    """Or 0 in the first one: of whichever samples are right, unless all of them are, or none."""
+    for right in itertools.product([0.0, 1.0], repeat=count):
+        assert told_of(lambda numbers: numbers.mean(), right) == (0 < sum(right) < count), right
+        assert not told_of(lambda numbers: numbers.sum(), right), right
+        assert not told_of(lambda numbers: (numbers.sum(), len(numbers)), right), right
+
+
+UNLIKE_MEANS: dict[str, Callable[[Tensor], Any]] = {
+    "the micro-batches": lambda _: 1,
+    "nothing": lambda _: 0,
+    "the samples": len,
+    "different samples": lambda numbers: len(numbers.unique()),  # which doubled samples do not add to
+}
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 7, 8, 16, 17])
+@pytest.mark.parametrize("name", UNLIKE_MEANS)
+def test_what_is_the_same_in_both_halves_and_no_mean(name: str, count: int) -> None:
+    """A constant, or a number that grows with the samples."""
+    assert not told_of(UNLIKE_MEANS[name], [float(number) for number in range(count)])
+
+
+def test_a_third_cut_that_forward_cannot_take() -> None:
+    """What the halves have told is said all the same."""
+
+    def forward(m: nn.Module, b: Batch) -> ForwardOutput:
+        assert len(b["x"]) % 4 == 0
+        return ForwardOutput(SQUARES(m(b["x"]), b["y"]), len(b["x"]), {"one": 1})
+
+    messages = told(forward, updates=1)
+    assert len(messages) == 1
+    assert TOO_SMALL in messages[0]
 
 
 @pytest.mark.parametrize("training", [False, True])
