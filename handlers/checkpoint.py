@@ -231,7 +231,10 @@ class Checkpoint(Handler):
         self.saver.wait()
         found = together(collectives.gather_objects, "looking for the best checkpoint", lambda: self.best)[0]
         if found is None:
-            raise CheckpointError(f"{self.directory} has no checkpoint with a score; pass Checkpoint(..., score='loss')")
+            score, missing = self.cadence.score, "pass Checkpoint(..., score='loss')"
+            if score is not None:
+                missing = f"no evaluation has found a finite {score!r} yet; attach Validation(evaluator, loader) and run first"
+            raise CheckpointError(f"{self.directory} has no checkpoint with a score; {missing}")
         model = self._run.objects().modules["model"]
         together(collectives.gather_objects, f"loading {found.path}", lambda: restore_model(found.path, model))
         self.cadence.note_loaded()

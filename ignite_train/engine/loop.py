@@ -179,7 +179,7 @@ class Loop(Dispatcher):
             TypeError: always.
         """
         raise TypeError(
-            f"a {type(self).__name__} must not be copied, since its parts belong to one model; copy the model, and make another"
+            f"{type(self).__name__} must not be copied, since its parts belong to one model; copy the model, and make another"
         )
 
     def _expected_length(self, data: Any) -> int | None:  # noqa: ARG002  # for subclasses

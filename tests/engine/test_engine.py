@@ -1042,5 +1042,5 @@ def test_an_engine_is_not_copied(kind: str) -> None:
     trainer = create_trainer(model, optimizer, lambda model, x: model.weight * x)
     engine = trainer if kind == "Trainer" else create_evaluator(model, lambda model, x: model.weight * x)
     for value in (engine, {"engine": engine}, engine.run):
-        with pytest.raises(TypeError, match=f"a {kind} must not be copied"):
+        with pytest.raises(TypeError, match=f"{kind} must not be copied"):
             copy.deepcopy(value)
