@@ -240,10 +240,11 @@ class Checkpoint(Handler):
         self.cadence.note_loaded()
         return found
 
-    def scores(self) -> list[tuple[Engine, str | None]]:
+    def scores(self) -> list[tuple[Engine, str | None, str | None]]:
         """The one by which a state is the best, if one was named."""
         evaluator, score = self._run.evaluator if self._is_attached else None, self.cadence.score
-        return [] if evaluator is None or score is None else [(evaluator, score)]
+        mode = "min" if self.saver.retention.lower_is_better else "max"
+        return [] if evaluator is None or score is None else [(evaluator, score, mode)]
 
     def rows_at_end(self) -> list[tuple[str, str]]:
         """The directory."""

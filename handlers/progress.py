@@ -133,9 +133,9 @@ class ProgressLog(Handler):
         trainer.on_exit.append(self._conclude)
         return trainer.add_event_handler(event, self)
 
-    def scores(self) -> list[tuple[Engine, str | None]]:
+    def scores(self) -> list[tuple[Engine, str | None, str | None]]:
         """The evaluators that it shows."""
-        return [(evaluator, None) for evaluator in self._evaluators]
+        return [(evaluator, None, None) for evaluator in self._evaluators]
 
     def __call__(self, trainer: Trainer) -> None:
         """Prints a line. On a terminal the bar shows it already, and a validation has a line with what is seen in training."""
@@ -161,7 +161,7 @@ class ProgressLog(Handler):
         """What the handlers of the run follow of the evaluators that are shown."""
         for handler in (trainer.checkpoint, *stateful_handlers(trainer).values()):
             found = handler.scores() if isinstance(handler, Attachable) else ()
-            yield from (name for evaluator, name in found if evaluator in self._evaluators)
+            yield from (name for evaluator, name, _ in found if evaluator in self._evaluators)
 
     # --- bars -------------------------------------------------------------------------------------------------------------
 

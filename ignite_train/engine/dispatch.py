@@ -93,8 +93,8 @@ class Attachable:
         """Keys in the state of what may differ between ranks although a checkpoint holds it once, from rank 0."""
         return ()
 
-    def scores(self) -> Iterable[tuple[Engine, str | None]]:
-        """The evaluators at which it looks, each with the name of the metric that it needs there, if it needs one."""
+    def scores(self) -> Iterable[tuple[Engine, str | None, str | None]]:
+        """The evaluators at which it looks, each with the metric that it needs there and its mode, if it needs one."""
         return ()
 
     def runs(self) -> Iterable[Engine]:

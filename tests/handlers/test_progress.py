@@ -729,6 +729,25 @@ def test_the_best_validation_has_a_mark(capsys: pytest.CaptureFixture[str]) -> N
     assert all(re.match(r"validation after update \d+:  loss \S+ \(training [\d.e-]+\)  ", line) for line in lines)
 
 
+def test_the_mark_and_the_table_follow_the_score_of_a_handler(capsys: pytest.CaptureFixture[str]) -> None:
+    """`EarlyStopping` names the accuracy, and the best is that of the accuracy too, though the loss falls to the end."""
+    trainer, evaluator, _ = make()
+    found = iter([(0.4, 0.5), (0.3, 0.75), (0.2, 0.25)])
+
+    def publish() -> None:
+        loss, accuracy = next(found)
+        evaluator.state.metrics.update(loss=loss, accuracy=accuracy)
+
+    evaluator.add_event_handler(Events.EPOCH_COMPLETED, publish)
+    ProgressLog("simple").attach(trainer, evaluator=evaluator)
+    Validation(evaluator, DATA, sanity=0).attach(trainer)
+    EarlyStopping(evaluator, "accuracy", patience=9).attach(trainer)
+    trainer.run(DATA, max_epochs=3)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith("  *") for line in lines if line.startswith("validation")] == [True, True, False]
+    assert [line.split() for line in lines if line.startswith("  best")] == [["best", "accuracy", "0.75", "at", "update", "12"]]
+
+
 def test_a_validation_has_the_numbers_of_the_training_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
     """Of a loss and a score of the user's there is room, with a space before each bracket, and the columns stand in line."""
     trainer, evaluator, _ = make()
