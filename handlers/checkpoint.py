@@ -231,16 +231,20 @@ class Checkpoint(Handler):
         self.saver.wait()
         found = together(collectives.gather_objects, "looking for the best checkpoint", lambda: self.best)[0]
         if found is None:
-            raise CheckpointError(f"{self.directory} has no checkpoint with a score; pass Checkpoint(..., score='loss')")
+            score, missing = self.cadence.score, "pass Checkpoint(..., score='loss')"
+            if score is not None:
+                missing = f"no evaluation has found a finite {score!r} yet; attach Validation(evaluator, loader) and run first"
+            raise CheckpointError(f"{self.directory} has no checkpoint with a score; {missing}")
         model = self._run.objects().modules["model"]
         together(collectives.gather_objects, f"loading {found.path}", lambda: restore_model(found.path, model))
         self.cadence.note_loaded()
         return found
 
-    def scores(self) -> list[tuple[Engine, str | None]]:
+    def scores(self) -> list[tuple[Engine, str | None, str | None]]:
         """The one by which a state is the best, if one was named."""
         evaluator, score = self._run.evaluator if self._is_attached else None, self.cadence.score
-        return [] if evaluator is None or score is None else [(evaluator, score)]
+        mode = "min" if self.saver.retention.lower_is_better else "max"
+        return [] if evaluator is None or score is None else [(evaluator, score, mode)]
 
     def rows_at_end(self) -> list[tuple[str, str]]:
         """The directory."""

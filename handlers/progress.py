@@ -32,6 +32,7 @@ _STYLES = ("auto", "bar", "simple", "json", "none")
 _MAX_COLUMNS = 100
 _REFRESH_SECONDS = 0.1
 _NUMBER_COLUMNS = 7
+_BESIDE_COLUMNS = len(" 0.1234 (training 0.1234)")
 _TABLE_COLUMNS = 68  # beside the names of the rows, on a terminal of 80
 _TOO_MUCH = 1e24  # for the prefixes of SI
 _LONG_WAIT = 0.1  # a fraction of the time in which the loader is waited for that a line mentions
@@ -47,7 +48,8 @@ class ProgressLog(Handler):
     loss is the mean of the interval, and a line has the user's logs and the gradient norm too. Lines go to standard output and
     have at most 100 columns, or those of the terminal; their parts stand under one another. What is the same in each line is
     left out: a learning rate is shown once it has changed, skipped updates when there are new ones, the share of the time in
-    which the loader is waited for from 10% on, and, with `StepTimer`, the slowest rank from 1.5 times the median on. A bar has
+    which the loader is waited for from 10% on, and, with `StepTimer`, the slowest rank from 1.5 times the median on. Where room
+    is short, the learning rate goes before one of the user's logs: a score that a handler follows, or the first. A bar has
     the learning rate and the speed if there is room for them. An evaluation has a bar of its own, and a line with its metrics.
     A short table ends the run: time by section, best score, skipped updates, memory, files, and up to three hints.
 
@@ -131,9 +133,9 @@ class ProgressLog(Handler):
         trainer.on_exit.append(self._conclude)
         return trainer.add_event_handler(event, self)
 
-    def scores(self) -> list[tuple[Engine, str | None]]:
+    def scores(self) -> list[tuple[Engine, str | None, str | None]]:
         """The evaluators that it shows."""
-        return [(evaluator, None) for evaluator in self._evaluators]
+        return [(evaluator, None, None) for evaluator in self._evaluators]
 
     def __call__(self, trainer: Trainer) -> None:
         """Prints a line. On a terminal the bar shows it already, and a validation has a line with what is seen in training."""
@@ -155,11 +157,18 @@ class ProgressLog(Handler):
             metrics |= {f"{name}/{key}": value for key, value in own.items()}
         return metrics
 
+    def _scores(self, trainer: Trainer) -> Iterator[str | None]:
+        """What the handlers of the run follow of the evaluators that are shown."""
+        for handler in (trainer.checkpoint, *stateful_handlers(trainer).values()):
+            found = handler.scores() if isinstance(handler, Attachable) else ()
+            yield from (name for evaluator, name, _ in found if evaluator in self._evaluators)
+
     # --- bars -------------------------------------------------------------------------------------------------------------
 
     def _open(self, trainer: Trainer) -> None:
         state, self._started = trainer.state, time.perf_counter()
         self._begin, self._steps_before = state.iteration, state.num_steps
+        self._shown.scores = frozenset(name for name in self._scores(trainer) if name is not None)
         self._shown.start(single_metrics(state.metrics, self._left_out))
         if state.iteration and self._is_introduced and self.style != "json":
             _print(f"continues after update {state.iteration}")
@@ -254,7 +263,9 @@ class ProgressLog(Handler):
         found, training = single_metrics(metrics, self._left_out), single_metrics(state.metrics, self._left_out)
         for beside in (training.keys(), {"loss"} & training.keys(), set[str]()):  # as many as leave room for what was found
             texts = [
-                f"{name} {_short(value)}" + (f"(training {training[name]:.4g})  " if name in beside else "")
+                f"{name} {_short(value).rstrip()} (training {training[name]:.4g})".ljust(len(name) + _BESIDE_COLUMNS)
+                if name in beside
+                else f"{name} {_short(value)}"
                 for name, value in found.items()
             ]
             if len("  ".join([head, *texts, "*"])) <= _columns(sys.stdout, _MAX_COLUMNS):
@@ -302,6 +313,7 @@ class _Shown:
 
     def __init__(self, unit: str) -> None:
         self.losses: frozenset[str] = frozenset()  # of trainers beside this one, which are shown as its own is
+        self.scores: frozenset[str] = frozenset()  # of the evaluators, which handlers follow
         self._unit = unit
         # The learning rate and the user's own metrics, as they were at the start; NaN once they have changed.
         self._constants: dict[str, float] = {}
@@ -317,7 +329,8 @@ class _Shown:
         losses = [name for name in own if name in self.losses]
         others = [name for name in own if name not in self.losses]
         ranks = dict.fromkeys(("loss", *losses), 1) | {"loss_base2": 5, "perplexity": 5}
-        ranks |= {name: 5 if name in others[1:] else 4 for name in others}
+        longest = next((name for name in others if name in self.scores), next(iter(others), None))
+        ranks |= {name: 2 if name == longest else 5 for name in others}
         parts = {name: (rank, f"{name} {_short(metrics[name])}") for name, rank in ranks.items() if name in metrics}
         parts |= {name: (rank, text(metrics[name], self._unit)) for name, (rank, text) in _TEXTS.items() if name in metrics}
         rate, alarms = metrics.get("learning_rate", metrics.get("learning_rate/0")), self._alarms(metrics)
@@ -325,9 +338,9 @@ class _Shown:
             text = f"lr {_short(rate)}"
             self._constants.setdefault("learning_rate", rate)
             if self._changes("learning_rate", rate):
-                parts["learning_rate"] = (2, text)
+                parts["learning_rate"] = (4, text)
             elif not alarms:  # as blanks, so that nothing else is left out once it is shown
-                parts["learning_rate"] = (2, " " * len(text))
+                parts["learning_rate"] = (4, " " * len(text))
         return parts | alarms
 
     def _alarms(self, metrics: Mapping[str, float]) -> dict[str, tuple[int, str]]:

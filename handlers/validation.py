@@ -34,7 +34,8 @@ class Validation(Handler):
         evaluator: from `create_evaluator`, or any other engine of Ignite whose metrics are equal on all ranks. What is attached
             to it and has a state, such as `EarlyStopping`, is in the checkpoints of the run.
         loader: held-out micro-batches; the ranks' shares may differ.
-        score: the metric that decides which parameters are best.
+        score: the metric that decides which parameters are best; None: the one that the other handlers of this evaluator, such
+            as `EarlyStopping` and `Checkpoint`, follow where they follow one alone, and otherwise the loss.
         mode: `"min"` if lower scores are better, `"max"` if higher; None: the words of the score's name decide, such as loss,
             error and perplexity, or accuracy, bleu, f1 and auc, and the log says how. Only a strictly better score is a new
             best, NaN never.
@@ -67,7 +68,7 @@ class Validation(Handler):
         evaluator: Engine,
         loader: Iterable[Any],
         *,
-        score: str = "loss",
+        score: str | None = None,
         mode: Literal["min", "max"] | None = None,
         sanity: int = 1,
     ) -> None:
@@ -76,11 +77,12 @@ class Validation(Handler):
                 f"evaluator must be what create_evaluator returned, got {describe(evaluator)}; "
                 "write Validation(evaluator, loader)"
             )
-        self.evaluator, self.loader, self.score = evaluator, loader, score
+        self.evaluator, self.loader = evaluator, loader
         checked_loader(loader)
         self.sanity = 0 if sanity == 0 else positive_int("sanity", sanity)
-        self.mode = score_mode(score, mode, of="Validation")
-        self._sign = 1.0 if self.mode == "min" else -1.0
+        self.score = "loss" if score is None else score
+        self.mode: str = score_mode(self.score, mode, of="Validation")
+        self._default = (self.score, self.mode) if score is None and mode is None else None  # where others may decide
         self.best: float | None = None
         self.best_update: int | None = None
         self.is_best = False
@@ -102,6 +104,7 @@ class Validation(Handler):
         update = trainer.state.iteration
         if update == self._latest_update:
             return
+        self._choose_score(trainer)
         with trainer.section("evaluation"):
             score = score_in(self._evaluate(), self.score)
         if math.isnan(score):
@@ -111,9 +114,13 @@ class Validation(Handler):
             self.best, self.best_update = score, update
         self._latest_update = update
 
-    def scores(self) -> list[tuple[Engine, str | None]]:
+    def settings(self) -> dict[str, Any]:
+        """The arguments, of which the score is None where others may decide."""
+        return super().settings() | ({} if self._default is None else {"score": None, "mode": None})
+
+    def scores(self) -> list[tuple[Engine, str | None, str | None]]:
         """Its own."""
-        return [(self.evaluator, self.score)]
+        return [(self.evaluator, self.score, self.mode)]
 
     def runs(self) -> list[Engine]:
         """The evaluator."""
@@ -125,7 +132,9 @@ class Validation(Handler):
         return evaluator is self.evaluator and self.score in metrics and self._is_better(score_in(metrics, self.score))
 
     def _is_better(self, score: float) -> bool:
-        return not math.isnan(score) and (self.best is None or self._sign * score < self._sign * self.best)
+        if self.best is None:
+            return not math.isnan(score)
+        return score < self.best if self.mode == "min" else score > self.best
 
     def rows_at_end(self) -> list[tuple[str, str]]:
         """The best score."""
@@ -140,6 +149,7 @@ class Validation(Handler):
         """Evaluates a few micro-batches, unless the run continues, where it has worked, or it would use up the loader."""
         if trainer.state.iteration > 0 or isinstance(self.loader, Iterator):
             return
+        self._choose_score(trainer)
         evaluator = self.evaluator
         add = evaluator.append_event_handler if isinstance(evaluator, Dispatcher) else evaluator.add_event_handler
         skip = add(Events.EPOCH_COMPLETED, self._skip_completed)
@@ -147,7 +157,7 @@ class Validation(Handler):
         with kept_state(evaluator), kept_random_state(owners), trainer.section("evaluation"), skip:
             try:
                 metrics = self._evaluate(epoch_length=self.sanity)
-                for name in dict.fromkeys((self.score, *self._scores_of_others(trainer))):
+                for name in dict.fromkeys((self.score, *(name for name, _ in self._scores_of_others(trainer)))):
                     if name in metrics or not self._publishes_at_its_end():
                         score_in(metrics, name)
             except Exception as error:
@@ -162,11 +172,20 @@ class Validation(Handler):
         at_end = [handler for event, handler, _ in attached(self.evaluator) if event == Events.COMPLETED]
         return not all(is_of_library(handler) for handler in at_end)
 
-    def _scores_of_others(self, trainer: Trainer) -> list[str]:
-        """The metrics that other handlers need of this evaluator."""
+    def _scores_of_others(self, trainer: Trainer) -> list[tuple[str, str]]:
+        """The metrics that other handlers need of this evaluator, each with its mode."""
         others = [trainer.checkpoint, *stateful_handlers(self.evaluator).values()]
         scores = [score for other in others if isinstance(other, Attachable) for score in other.scores()]
-        return [name for evaluator, name in scores if evaluator is self.evaluator and name is not None]
+        return [(name, mode) for evaluator, name, mode in scores if evaluator is self.evaluator and name and mode]
+
+    def _choose_score(self, trainer: Trainer) -> None:
+        """Takes the score of the others, which may have been attached later; the best of another score is forgotten."""
+        if self._default is None:
+            return
+        followed = {*self._scores_of_others(trainer)}
+        chosen = followed.pop() if len(followed) == 1 else self._default
+        if chosen != (self.score, self.mode):
+            (self.score, self.mode), self.best, self.best_update = chosen, None, None
 
     def _skip_completed(self) -> None:
         self.evaluator.terminate(skip_completed=True)
@@ -185,7 +204,10 @@ class Validation(Handler):
         count = optional(COUNT)
         fields = {"best": optional(NUMBER), "best_update": count, "score": TEXT, "mode": TEXT, "latest_update": count}
         check_fields("Validation", state_dict, fields)
-        refuse_other_mode(self.score, self.mode, state_dict["score"], state_dict["mode"])
+        if self._default is None:
+            refuse_other_mode(self.score, self.mode, state_dict["score"], state_dict["mode"])
+        else:
+            self.score, self.mode = state_dict["score"], state_dict["mode"]
         self.best, self.best_update = state_dict["best"], state_dict["best_update"]
         self._latest_update = state_dict["latest_update"]
         self.is_best = self.best_update is not None and self.best_update == self._latest_update

@@ -283,7 +283,11 @@ def create_supervised_trainer(
     """Makes a trainer for batches `(x, y)`, with the signature of Ignite's function of this name.
 
     Each micro-batch weighs as many samples as `y` is long, so that micro-batches and ranks of unequal size make the same
-    update as one large batch; Ignite's takes the mean of means.
+    update as one large batch; Ignite's takes the mean of means. A `loss_fn` whose own mean weighs targets unequally, as
+    `CrossEntropyLoss` does with `weight=` and with targets of `ignore_index`, makes a mean of means here too. For the update of
+    one large batch pass `create_trainer` a forward that returns the sum, and the number or the weight of the targets that
+    count: `ForwardOutput(cross_entropy(model(x), y, reduction="sum"), sample_size=(y != -100).sum())`, or
+    `ForwardOutput(cross_entropy(model(x), y, weight, reduction="sum"), sample_size=weight[y].sum())`.
 
     Args:
         model: as for `create_trainer`.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from enum import EnumMeta
+from typing import TYPE_CHECKING, Any
 
 from ignite.engine import CallableEventWithFilter, EventEnum, Events, EventsList
 
-from ignite_train.arguments import describe
+from ignite_train.arguments import describe, did_you_mean
 
 __all__ = ["EVENT_COUNTERS", "Event", "EveryNth", "TrainEvents", "every", "only"]
 
@@ -16,7 +17,19 @@ Event = CallableEventWithFilter | EventsList
 """An event, an event with a filter (`X(every=10)`), or several (`X | Y`)."""
 
 
-class TrainEvents(EventEnum):
+class _Named(EnumMeta):
+    """Answers an event that is another enum's, or is misspelt."""
+
+    if not TYPE_CHECKING:  # or else each name would be known
+
+        def __getattr__(cls, name: str) -> Any:
+            hint = "" if name.startswith("_") else did_you_mean(name, cls.__members__)
+            if name in Events.__members__:
+                hint = f"; write Events.{name} of ignite.engine"
+            raise AttributeError(f"{cls.__name__} has no event {name!r}{hint}", name=name, obj=cls)
+
+
+class TrainEvents(EventEnum, metaclass=_Named):
     """The moments inside one update, in the order in which they happen.
 
     =======================  =====================  ========================================================================

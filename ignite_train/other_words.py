@@ -12,6 +12,7 @@ from ignite_train.arguments import did_you_mean
 
 __all__ = [
     "OTHER_WORDS",
+    "answers_event",
     "answers_imports",
     "answers_other_words",
     "answers_value",
@@ -154,6 +155,20 @@ OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
         "deterministic(seed) of ignite_train, or create_trainer(..., seed=0)": "seed_everything set_seed manual_seed",
         "create_trainer(model, optimizer, forward)": "TrainingArguments LightningModule Accelerator",
     },
+    # Events, as the names of methods or as strings.
+    "event": {
+        "Events.STARTED": "on_train_start on_train_begin on_fit_start",
+        "Events.COMPLETED": "on_train_end on_fit_end",
+        "Events.EPOCH_STARTED": "on_epoch_start on_epoch_begin on_train_epoch_start",
+        "Events.EPOCH_COMPLETED": "on_epoch_end on_train_epoch_end",
+        "Events.ITERATION_STARTED": "on_batch_start on_batch_begin on_train_batch_start on_step_begin",
+        "Events.ITERATION_COMPLETED": "on_batch_end on_train_batch_end on_step_end",
+        "Events.EXCEPTION_RAISED": "on_exception",
+        "TrainEvents.BACKWARD_COMPLETED": "on_after_backward",
+        "TrainEvents.GRADIENTS_REDUCED": "on_before_optimizer_step on_pre_optimizer_step",
+        "TrainEvents.STEP_COMPLETED": "on_optimizer_step",
+        "Events.COMPLETED of the evaluator": "on_evaluate on_validation_end on_validation_epoch_end",
+    },
     # Values of one argument.
     "precision": {
         "'bf16'": "bf16-mixed torch.bfloat16 mixed amp",
@@ -248,6 +263,12 @@ def answers_imports(module: str, *others: str) -> Callable[[str], Any]:
         raise ImportError(f"{module} has no {name!r}; write {remedy}", name=module)
 
     return answer
+
+
+def answers_event(name: str) -> str:
+    """`"; write Events.EPOCH_COMPLETED"` for the name of an event that another library has, and `""` for others."""
+    remedy = _remedy("event", name)
+    return f"; write {remedy}" if remedy else ""
 
 
 def answers_value(name: str, value: Any) -> str:

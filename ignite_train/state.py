@@ -239,21 +239,26 @@ class TrainState(_Carrying):
     output: Any
     batch: Any
     micro_batch_in_group: int | None
+    # Until a trainer tells, and in a copy, which has no trainer.
+    _progress: Callable[[], float | None] = staticmethod(lambda: None)
+    _size_of: Callable[[Any], int | None] = staticmethod(len)  # of a group
 
     def __init__(self, carried: Carried | None = None) -> None:
         # Ignite keeps one map of events to counters for the whole process, which any other engine can re-point.
         self.event_to_attr = {**EVENT_COUNTERS}
         super().__init__(num_steps=0, num_skipped=0, num_micro_batches=0, forward_output=None, update_output=None)
         self.micro_batch_in_group = None
-        self._size_of: Callable[[Any], int | None] = len  # of a group; until a trainer tells
         self._carried = Carried() if carried is None else carried
-        self._progress: Callable[[], float | None] = lambda: None  # until a trainer tells
 
     if not TYPE_CHECKING:  # or else each attribute would be known
 
         def __getattr__(self, name: str) -> Any:
             """Answers an attribute of another library."""
             raise refuse_attribute(self, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has: everything but what the trainer tells."""
+        return {name: value for name, value in vars(self).items() if name not in ("_progress", "_size_of")}
 
     def __repr__(self) -> str:
         counters = f"{self.num_steps} steps, {self.num_skipped} skipped, {self.num_micro_batches} micro-batches"

@@ -20,6 +20,7 @@ from ignite_train.data.held import Held, is_looked_at
 from ignite_train.data.position import DataPosition, open_loader
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.data.stream import NoData, Stream
+from ignite_train.engine.limits import without_full_batch
 from ignite_train.ranks import collectives
 
 __all__ = ["GroupSizes", "MicroBatchPass", "PassRules", "Uneven", "count_updates"]
@@ -376,7 +377,8 @@ class MicroBatchPass:
                 f"accumulation_steps asks for {self._size_of(0)}; pass drop_last_group=False, or more data"
             )
         where = "every rank for uneven='shortest'" if takes_shortest and any(numbers) else "some rank"
-        return ValueError(f"data must give at least one micro-batch on {where}, got none in epoch {epoch}")
+        hint = without_full_batch(self.loader)
+        return ValueError(f"data must give at least one micro-batch on {where}, got none in epoch {epoch}{hint}")
 
     def close(self, *, whole: bool) -> None:
         """Ends the pass and releases the loader; warns if the loader gave more or fewer micro-batches than its `len()`."""

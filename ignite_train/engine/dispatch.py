@@ -28,6 +28,7 @@ from ignite_train.internals.of_ignite import (
     handlers_by_event,
     registered_events,
 )
+from ignite_train.other_words import answers_event
 
 __all__ = [
     "Attachable",
@@ -92,8 +93,8 @@ class Attachable:
         """Keys in the state of what may differ between ranks although a checkpoint holds it once, from rank 0."""
         return ()
 
-    def scores(self) -> Iterable[tuple[Engine, str | None]]:
-        """The evaluators at which it looks, each with the name of the metric that it needs there, if it needs one."""
+    def scores(self) -> Iterable[tuple[Engine, str | None, str | None]]:
+        """The evaluators at which it looks, each with the metric that it needs there and its mode, if it needs one."""
         return ()
 
     def runs(self) -> Iterable[Engine]:
@@ -154,7 +155,15 @@ class Dispatcher(OpenEngine):
         _refuse_unattached(handler)
         if isinstance(event_name, EventsList):  # Ignite calls this method again for each of them
             return super().add_event_handler(event_name, handler, *args, **kwargs)
-        handle = super().add_event_handler(event_name, handler, *args, **kwargs)
+        try:
+            handle = super().add_event_handler(event_name, handler, *args, **kwargs)
+        except ValueError as error:
+            if "will be called with" in str(error):  # Ignite names the second of the two ways alone
+                error.add_note(
+                    "a handler is called as handler(engine), or as handler() where it takes nothing; what add_event_handler is "
+                    "given behind the handler follows, and in EXCEPTION_RAISED the exception"
+                )
+            raise
         self._stages.move(event_name, self._handlers[event_name])
         _list_stateful(self._stateful, handler)
         self._note_handlers()
@@ -244,7 +253,7 @@ class Dispatcher(OpenEngine):
         name = event if isinstance(event, str) else getattr(event, "name", None) or repr(event)
         known = {one.name if isinstance(one, EventEnum) else one for one in registered_events(self)}
         if name not in known:
-            hint = did_you_mean(name, known)
+            hint = answers_event(name) or did_you_mean(name, known)
             raise ValueError(f"event must be one registered on this {type(self).__name__}, got {name!r}{hint}")
 
     def _filtered(self, handler: Callable[..., Any], event: Any, event_filter: Any) -> Callable[..., Any]:
@@ -404,7 +413,7 @@ def _refuse_unattached(handler: Any) -> None:
     kind = handler if isinstance(handler, type) else type(handler)
     if issubclass(kind, Attachable) and (kind is handler or not handler.is_attaching):
         raise TypeError(
-            f"handler must not be a {kind.__name__}, which attaches itself to the events that it needs; "
+            f"handler must not be of the class {kind.__name__}, which attaches itself to the events that it needs; "
             f"use {kind.__name__}(...).attach(trainer)"
         )
 
@@ -461,7 +470,7 @@ def call(entry: Entry, event_args: tuple[Any, ...], event_kwargs: Any) -> None:
 
 
 def _explain(error: Exception, handler: Any) -> None:
-    """Adds a note where a metric of Ignite's could not read `state.output`, and where a gradient is None by then."""
+    """Adds a note where a metric or handler could not read `state.output`, and where a gradient is None by then."""
     if isinstance(error, AttributeError):
         last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
         if error.obj is None and "grad" in last.f_code.co_names:
@@ -475,4 +484,9 @@ def _explain(error: Exception, handler: Any) -> None:
         error.add_note(
             f"{type(handler.__self__).__name__} reads state.output, which is not a pair (y_pred, y) here; in an evaluation let "
             "forward return ForwardOutput(..., outputs=(y_pred, y)); in training call attach_metric(trainer, metric, name)"
+        )
+    elif "UpdateOutput" in str(error):
+        error.add_note(
+            "state.output is the record of the update here; for a number of it pass output_transform=lambda output: "
+            "output.loss, say, and for a metric of predictions call attach_metric(trainer, metric, name)"
         )

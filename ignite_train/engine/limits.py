@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from ignite_train.arguments import describe, positive_int
 from ignite_train.state import TrainState
 
-__all__ = ["checked_limits", "checked_loader", "refuse_ended_iterator", "refuse_used_iterator"]
+__all__ = ["checked_limits", "checked_loader", "refuse_ended_iterator", "refuse_used_iterator", "without_full_batch"]
 
 
 def checked_loader(data: Any) -> Iterable[Any]:
@@ -20,7 +21,7 @@ def checked_loader(data: Any) -> Iterable[Any]:
         TypeError: it cannot be iterated, or is a mapping, text or several loaders.
     """
     if not isinstance(data, Iterable) or isinstance(data, (str, bytes, Mapping)):
-        raise TypeError(f"data must be a loader of micro-batches, got {describe(data)}")
+        raise TypeError(f"data must be a loader of micro-batches, got {describe(data)}{_instead_of(data)}")
     # Looked at and not iterated: a list of another class may read its data where it is iterated.
     if (type(data) is list or type(data) is tuple) and isinstance(next(iter(data), None), DataLoader):
         raise TypeError(
@@ -28,6 +29,21 @@ def checked_loader(data: Any) -> Iterable[Any]:
             "one of them, for evaluation attach a Validation for each"
         )
     return data
+
+
+def _instead_of(data: Any) -> str:
+    if isinstance(data, Dataset) or (isinstance(data, Sized) and not isinstance(data, Iterable)):
+        return "; write DataLoader(dataset, batch_size=32)"
+    return "; call it, and pass what it returns" if inspect.isroutine(data) or isinstance(data, type) else ""
+
+
+def without_full_batch(data: Any) -> str:
+    """The end of a message about a loader that gave nothing: what to do where it leaves out a batch that is not full."""
+    if not isinstance(data, DataLoader) or not data.drop_last:
+        return ""
+    return (
+        f"; drop_last=True leaves out a batch that is not full: pass drop_last=False, or a batch_size below {data.batch_size}"
+    )
 
 
 def refuse_used_iterator(loader: Iterable[Any], max_epochs: int | None, *, half_read: bool) -> None:
@@ -56,7 +72,7 @@ def refuse_ended_iterator(state: TrainState, data: Iterable[Any]) -> None:
     what = "an iterator" if isinstance(data, Iterator) else "one that gives nothing"
     raise ValueError(
         f"data ended after {state.iteration} updates of {limit}; pass a loader that can be iterated again, such as a "
-        f"DataLoader or a list, got {what} ({type(data).__name__})"
+        f"DataLoader or a list, got {what} ({type(data).__name__}){without_full_batch(data)}"
     )
 
 
@@ -70,6 +86,11 @@ def checked_limits(state: TrainState, max_epochs: Any, max_iters: Any) -> tuple[
     if max_epochs is not None and max_iters is not None:
         raise ValueError(f"max_epochs and max_iters exclude each other, got {max_epochs!r} and {max_iters!r}; pass one")
     if max_epochs is not None:
+        if isinstance(max_epochs, DataLoader):  # in its place others take the data of a validation
+            got = describe(max_epochs)
+            raise TypeError(
+                f"max_epochs must be a positive integer, got {got}; for validation data attach Validation(evaluator, loader)"
+            )
         begun, limit = state.epoch, positive_int("max_epochs", max_epochs)
         if limit < begun:
             raise ValueError(f"max_epochs must not be below the {begun} epochs already begun, got {max_epochs}")

@@ -172,14 +172,15 @@ class Loop(Dispatcher):
         self.on_exit: list[Callable[[], object]] = []
         self.progress = Progress()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Never:
-        """Refuses: an engine and its parts refer to each other, to one model and to the generators of the process.
+    def __reduce_ex__(self, protocol: Any) -> Never:
+        """Refuses a copy or a pickle: the parts refer to each other, to one model and to the generators of the process.
 
         Raises:
             TypeError: always.
         """
         raise TypeError(
-            f"a {type(self).__name__} must not be copied, since its parts belong to one model; copy the model, and make another"
+            f"{type(self).__name__} must not be copied or pickled, since its parts belong to one model; copy the model, and "
+            "make another"
         )
 
     def _expected_length(self, data: Any) -> int | None:  # noqa: ARG002  # for subclasses

@@ -25,7 +25,7 @@ from ignite_train.data.micro_batch_pass import Uneven
 from ignite_train.data.position import open_loader
 from ignite_train.data.samplers import samplers_of
 from ignite_train.device.to_device import ToDevice
-from ignite_train.engine.limits import checked_loader
+from ignite_train.engine.limits import checked_loader, without_full_batch
 from ignite_train.engine.loop import Batches, Loop
 from ignite_train.evaluation.uneven_metrics import metrics_published_at, uneven_metrics
 from ignite_train.forward import TERM, BoundForward, Forward, ForwardOutput, as_forward_output, bind_forward
@@ -183,7 +183,8 @@ class Evaluator(Loop):
         self.statistics.start(RankRequests())
         totals = self.statistics.finish(norm=0.0)
         if totals.sample_size == 0:
-            raise ValueError("data must hold at least one sample on some rank, got none: Σsample_size is 0")
+            hint = without_full_batch(self.state.dataloader)
+            raise ValueError(f"data must hold at least one sample on some rank, got none: Σsample_size is 0{hint}")
         self.state.metrics["loss"] = totals.loss / totals.sample_size
         for name, value in totals.logs.items():
             weight = totals.log_weights.get(name, totals.sample_size)

@@ -62,9 +62,9 @@ class ScoreHandler(Handler):
         else:
             self.evaluator.add_event_handler(Events.COMPLETED, self._after_evaluation)
 
-    def scores(self) -> list[tuple[Engine, str | None]]:
+    def scores(self) -> list[tuple[Engine, str | None, str | None]]:
         """Its own."""
-        return [(self.evaluator, self.score)]
+        return [(self.evaluator, self.score, self.mode)]
 
     def on_score(self, trainer: Trainer, score: float) -> None:
         """Reacts to the score of the parameters after update `trainer.state.iteration`. The same on all ranks."""

@@ -55,7 +55,7 @@ def _look_for_idle_evaluators(trainer: Trainer) -> None:
     owners = [handler.__self__ if isinstance(handler, MethodType) else handler for handler in handlers]
     ours = {id(owner): owner for owner in owners if isinstance(owner, Attachable)}.values()
     running = [evaluator for handler in ours for evaluator in handler.runs()]
-    idle = [handler for handler in ours if any(evaluator not in running for evaluator, _ in handler.scores())]
+    idle = [handler for handler in ours if any(evaluator not in running for evaluator, *_ in handler.scores())]
     if idle:
         names = ", ".join(sorted({type(handler).__name__ for handler in idle}))
         trainer.logger.warning(f"{names}: given an evaluator that no handler runs; attach Validation(evaluator, loader)")

@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import math
+import pickle
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -950,9 +951,9 @@ def test_a_trainer_is_freed_with_its_last_reference(event, fails):
 def test_the_state_is_declared():
     """A run puts no attribute on the state that `TrainState` does not have from the start."""
     trainer, _ = make()
-    declared = set(vars(TrainState()))
+    declared = set(dir(TrainState()))
     trainer.run([1.0, 2.0])
-    assert set(vars(trainer.state)) == declared
+    assert set(dir(trainer.state)) == declared
 
 
 # --- Ignite's own handlers -------------------------------------------------------------------------------------------------
@@ -1042,5 +1043,22 @@ def test_an_engine_is_not_copied(kind: str) -> None:
     trainer = create_trainer(model, optimizer, lambda model, x: model.weight * x)
     engine = trainer if kind == "Trainer" else create_evaluator(model, lambda model, x: model.weight * x)
     for value in (engine, {"engine": engine}, engine.run):
-        with pytest.raises(TypeError, match=f"a {kind} must not be copied"):
-            copy.deepcopy(value)
+        for attempt in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=f"{kind} must not be copied or pickled"):
+                attempt(value)
+
+
+def test_a_state_is_pickled():
+    """Before a run and after it, as Ignite's state: with its counters, its record and what others have put there."""
+    model = Weight()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = create_trainer(model, optimizer, lambda model, x: model.weight * x)
+    for updates in (0, 2):
+        if updates:
+            trainer.run([1.0, 2.0])
+        trainer.state.own = [updates]
+        for read in (pickle.loads(pickle.dumps(trainer.state)), copy.deepcopy(trainer.state)):
+            assert repr(read) == repr(trainer.state)
+            assert (read.iteration, read.own, read.update_output) == (updates, [updates], trainer.state.update_output)
+            assert (read.progress, read.group_size) == (None, None), "they are the trainer's to tell"
+    assert trainer.state.progress == 0.5

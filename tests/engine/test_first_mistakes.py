@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from ignite.engine import Events
+from ignite.handlers import TerminateOnNan
+from ignite.metrics import Average, Loss, MeanSquaredError, RunningAverage
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -1054,6 +1056,103 @@ WORDS += [
 ]
 
 
+class Unlabelled:
+    """A dataset that is none of torch's classes."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.ones(3)
+
+
+def batches() -> Any:
+    yield from DATA
+
+
+def ended(loader: Any, **limits: int) -> Callable[[], Any]:
+    return lambda: make(summed)[2].run(loader, **limits)
+
+
+DATASET, UNLABELLED = TensorDataset(torch.ones(8, 3)), Unlabelled()
+LOOSE = DataLoader(DATASET, batch_size=16, drop_last=True)
+ITS_BATCH = "; drop_last=True leaves out a batch that is not full: pass drop_last=False, or a batch_size below 16"
+LOADER_NEEDED = "data must be a loader of micro-batches, got"
+CALLED = "; call it, and pass what it returns"
+AN_EVENT = "event must be one registered on this Trainer, got"
+EVENT_WORDS = {
+    "on_epoch_end": "Events.EPOCH_COMPLETED",
+    "on_train_epoch_start": "Events.EPOCH_STARTED",
+    "on_train_batch_end": "Events.ITERATION_COMPLETED",
+    "on_step_begin": "Events.ITERATION_STARTED",
+    "on_train_start": "Events.STARTED",
+    "on_fit_end": "Events.COMPLETED",
+    "on_exception": "Events.EXCEPTION_RAISED",
+    "on_before_optimizer_step": "TrainEvents.GRADIENTS_REDUCED",
+    "on_after_backward": "TrainEvents.BACKWARD_COMPLETED",
+}
+# What is passed as data, or as an event.
+WORDS += [
+    (
+        lambda: make(summed)[2].run(DATASET),
+        TypeError,
+        f"{LOADER_NEEDED} {DATASET!r:.60} of type TensorDataset; write DataLoader(dataset, batch_size=32)",
+    ),
+    (
+        lambda: Validation(evaluator(), UNLABELLED),
+        TypeError,
+        f"{LOADER_NEEDED} {UNLABELLED!r:.60} of type Unlabelled; write DataLoader(dataset, batch_size=32)",
+    ),
+    (lambda: make(summed)[2].run(batches), TypeError, f"{LOADER_NEEDED} {batches!r:.60} of type function{CALLED}"),
+    (lambda: make(summed)[2].run(DataLoader), TypeError, f"{LOADER_NEEDED} {DataLoader!r:.60} of type type{CALLED}"),
+    (lambda: make(summed)[2].run(PARTS[0]), TypeError, f"{LOADER_NEEDED} {LINEAR}"),
+    (
+        lambda: make(summed)[2].run(LOADER, LOADER),
+        TypeError,
+        f"max_epochs must be a positive integer, got {LOADER!r:.60} of type DataLoader; for validation data attach "
+        "Validation(evaluator, loader)",
+    ),
+    (
+        ended(LOOSE, max_epochs=1),
+        ValueError,
+        f"data must give at least one micro-batch on some rank, got none in epoch 1{ITS_BATCH}",
+    ),
+    (
+        ended(LOOSE, max_epochs=1, epoch_length=2),
+        ValueError,
+        "data ended after 0 updates of max_epochs=1; pass a loader that can be iterated again, such as a DataLoader or a list, "
+        f"got one that gives nothing (DataLoader){ITS_BATCH}",
+    ),
+    (
+        lambda: evaluator().run(LOOSE),
+        ValueError,
+        f"data must hold at least one sample on some rank, got none: Σsample_size is 0{ITS_BATCH}",
+    ),
+]
+WORDS += [
+    (lambda n=n: make(summed)[2].add_event_handler(n, print), ValueError, f"{AN_EVENT} {n!r}; write {says}")
+    for n, says in EVENT_WORDS.items()
+]
+WORDS += [
+    (
+        lambda: TrainEvents.ITERATION_COMPLETED,  # type: ignore[attr-defined]
+        AttributeError,
+        "TrainEvents has no event 'ITERATION_COMPLETED'; write Events.ITERATION_COMPLETED of ignite.engine",
+    ),
+    (
+        lambda: TrainEvents.GRADIENT_REDUCED,  # type: ignore[attr-defined]
+        AttributeError,
+        "TrainEvents has no event 'GRADIENT_REDUCED'; did you mean 'GRADIENTS_REDUCED'?",
+    ),
+    (
+        lambda: make(summed)[2].add_event_handler(Events.STARTED, EarlyStopping(evaluator(), patience=1)),
+        TypeError,
+        "handler must not be of the class EarlyStopping, which attaches itself to the events that it needs; use "
+        "EarlyStopping(...).attach(trainer)",
+    ),
+]
+
+
 def test_a_scheduler_is_no_optimizer() -> None:
     """Lightning's `configure_optimizers` returns both."""
     scheduler = torch.optim.lr_scheduler.StepLR(PARTS[1], 1)
@@ -1110,6 +1209,40 @@ def test_a_gradient_that_is_read_after_the_update() -> None:
     with pytest.raises(AttributeError) as raised:
         trainer.run(DATA)
     assert not hasattr(raised.value, "__notes__")
+
+
+@pytest.mark.parametrize("engine", ["trainer", "evaluator"])
+@pytest.mark.parametrize("event", [Events.STARTED, Events.STARTED(every=2), Events.STARTED | Events.COMPLETED], ids=type)
+def test_a_handler_of_another_signature(engine: str, event: Any) -> None:
+    """Ignite's error speaks of a call without arguments, which it tries last; a note names both ways."""
+    given = make(summed)[2] if engine == "trainer" else evaluator()
+    with pytest.raises(ValueError, match="will be called with") as raised:
+        given.add_event_handler(event, lambda trainer, batch: None)
+    (note,) = raised.value.__notes__
+    assert note.startswith("a handler is called as handler(engine), or as handler() where it takes nothing")
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "TerminateOnNan": lambda engine: engine.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan()),
+    "RunningAverage": lambda engine: RunningAverage(output_transform=lambda x: x).attach(engine, "average"),
+    "Average": lambda engine: Average().attach(engine, "average"),
+    "Loss": lambda engine: Loss(cross_entropy).attach(engine, "loss of Ignite"),
+    "MeanSquaredError": lambda engine: MeanSquaredError().attach(engine, "error"),
+    "own": lambda engine: engine.add_event_handler(Events.ITERATION_COMPLETED, lambda one: one.state.output + 1),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_reads_a_number_from_the_record(name: str) -> None:
+    """A note says how a number of it is read."""
+    trainer = make(summed)[2]
+    READERS[name](trainer)
+    with pytest.raises(TypeError) as raised:
+        trainer.run(DATA)
+    (note,) = raised.value.__notes__
+    assert note.startswith("state.output is the record of the update here")
+    assert "output_transform=lambda output: output.loss" in note
+    assert "attach_metric" in note
 
 
 # --- handlers that do nothing, or everything twice --------------------------------------------------------------------------

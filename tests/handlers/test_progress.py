@@ -30,7 +30,7 @@ from tqdm import tqdm
 import cuts
 from clock import Clock
 from ignite_train import Evaluator, ForwardOutput, Trainer, create_evaluator, create_trainer
-from ignite_train.handlers import Checkpoint, JsonLines, ProgressLog, StopOnSignal, TrainingMetrics, Validation
+from ignite_train.handlers import Checkpoint, EarlyStopping, JsonLines, ProgressLog, StopOnSignal, TrainingMetrics, Validation
 from ignite_train.handlers.progress import _length
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.ranks.collectives import is_main_rank
@@ -347,13 +347,41 @@ def test_what_a_line_leaves_out_when_there_is_no_room(
     alarms = "skipped {}  waiting 10%  rank 3 is slow"
     assert lines[0] == f"epoch 1/1  update   1/180  {middle}  {alarms.format(101)}", "its rate is that of the beginning"
     assert lines[1] == f"epoch 1/1  update   2/180  {middle}  lr 0.2      {alarms.format(102)}"
-    parts = ["slow", "waiting", "norm", "recall", "perplexity", "accuracy", "samples/s", " lr ", "left", "loss", "skipped"]
+    parts = ["slow", "waiting", "norm", "recall", "perplexity", " lr ", "samples/s", "left", "accuracy", "loss", "skipped"]
     left_out = [next(index for index, line in enumerate(lines) if index and part not in line) for part in parts]
     widths = [199 - index for index in left_out]
     assert widths == sorted({*widths}, reverse=True)
     assert widths[0] == len(lines[1]) - 1
     assert all(len(line) <= max(199 - index, len("epoch 1/1  update 180/180")) for index, line in enumerate(lines))
     assert lines[-1] == "epoch 1/1  update 180/180"
+
+
+@pytest.mark.parametrize("kind", ["EarlyStopping", "Checkpoint", None])
+def test_a_score_stays_in_a_narrow_line(
+    kind: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of the logs of the user the one that a handler follows stays longest; or else the first."""
+    monkeypatch.setattr("ignite_train.handlers.progress._MAX_COLUMNS", 60)
+    trainer, evaluator, _ = make()
+    ProgressLog("simple").attach(trainer, EVERY(every=1), evaluator=evaluator)
+    if kind == "EarlyStopping":
+        EarlyStopping(evaluator, "recall", patience=99).attach(trainer)
+    elif kind == "Checkpoint":
+        Checkpoint(tmp_path, score="recall").attach(trainer, evaluator=evaluator)
+
+    @trainer.on(Events.ITERATION_STARTED)
+    def publish() -> None:
+        rate = 0.1 * trainer.state.iteration
+        trainer.state.metrics |= {"loss": 0.5, "accuracy": 0.75, "recall": 0.25, "learning_rate": rate}
+
+    evaluator.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.state.metrics.update(recall=0.5))
+    Validation(evaluator, DATA).attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    line = next(line for line in capsys.readouterr().out.splitlines() if "update 3/6" in line)
+    stays, leaves = ("accuracy", "recall") if kind is None else ("recall", "accuracy")
+    assert stays in line
+    assert leaves not in line
+    assert " lr " not in line
 
 
 def test_a_line_warns_of_what_is_urgent_only(capsys: pytest.CaptureFixture[str]) -> None:
@@ -698,7 +726,48 @@ def test_the_best_validation_has_a_mark(capsys: pytest.CaptureFixture[str]) -> N
     trainer.run(DATA, max_epochs=4)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("validation")]
     assert [line.endswith("  *") for line in lines] == [True, True, False, True]
-    assert all(re.match(r"validation after update \d+:  loss \S+ +\(training [\d.e-]+\)  ", line) for line in lines)
+    assert all(re.match(r"validation after update \d+:  loss \S+ \(training [\d.e-]+\)  ", line) for line in lines)
+
+
+def test_the_mark_and_the_table_follow_the_score_of_a_handler(capsys: pytest.CaptureFixture[str]) -> None:
+    """`EarlyStopping` names the accuracy, and the best is that of the accuracy too, though the loss falls to the end."""
+    trainer, evaluator, _ = make()
+    found = iter([(0.4, 0.5), (0.3, 0.75), (0.2, 0.25)])
+
+    def publish() -> None:
+        loss, accuracy = next(found)
+        evaluator.state.metrics.update(loss=loss, accuracy=accuracy)
+
+    evaluator.add_event_handler(Events.EPOCH_COMPLETED, publish)
+    ProgressLog("simple").attach(trainer, evaluator=evaluator)
+    Validation(evaluator, DATA, sanity=0).attach(trainer)
+    EarlyStopping(evaluator, "accuracy", patience=9).attach(trainer)
+    trainer.run(DATA, max_epochs=3)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith("  *") for line in lines if line.startswith("validation")] == [True, True, False]
+    assert [line.split() for line in lines if line.startswith("  best")] == [["best", "accuracy", "0.75", "at", "update", "12"]]
+
+
+def test_a_validation_has_the_numbers_of_the_training_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a loss and a score of the user's there is room, with a space before each bracket, and the columns stand in line."""
+    trainer, evaluator, _ = make()
+    found = iter([(0.09125, 0.9), (0.1234, 0.9875), (0.5, 0.09125)])
+
+    def publish(engine: Any, loss: float, accuracy: float) -> None:
+        engine.state.metrics.clear()
+        engine.state.metrics.update(loss=loss, accuracy=accuracy)
+
+    evaluator.add_event_handler(Events.EPOCH_COMPLETED, lambda: publish(evaluator, *next(found)))
+    Validation(evaluator, DATA, sanity=0).attach(trainer)
+    ProgressLog("simple").attach(trainer, evaluator=evaluator)
+    trainer.add_event_handler(Events.EPOCH_STARTED, lambda: publish(trainer, 0.2345, 0.9123))
+    trainer.run(DATA, max_epochs=3)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("validation")]
+    assert [line.partition("  ")[2].rstrip(" *") for line in lines] == [
+        "loss 0.09125 (training 0.2345)  accuracy 0.9 (training 0.9123)",
+        "loss 0.1234 (training 0.2345)  accuracy 0.9875 (training 0.9123)",
+        "loss 0.5 (training 0.2345)     accuracy 0.09125 (training 0.9123)",
+    ]
 
 
 def test_a_second_attach_adds_an_evaluator(capsys: pytest.CaptureFixture[str]) -> None:

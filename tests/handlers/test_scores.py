@@ -378,6 +378,73 @@ def test_the_best_by_accuracy_is_the_highest(tmp_path: Path) -> None:
     assert checkpoint.best[1] == 0.91
 
 
+def following(directory: Path, *kinds: str, **settings: Any) -> tuple[Scripted, Validation]:
+    """A validation, attached before these handlers: the losses fall, and the accuracy is best in the second of them."""
+    job = Scripted([0.9, 0.8, 0.7, 0.6])
+    accuracies = [0.5, 0.75, 0.25, 0.5]
+
+    def replace() -> None:
+        job.evaluator.state.metrics["accuracy"] = accuracies[job.trainer.state.iteration - 1]
+
+    job.evaluator.add_event_handler(Events.EPOCH_COMPLETED, replace)
+    validation = Validation(job.evaluator, DATA[:1], **settings)
+    validation.attach(job.trainer, Events.ITERATION_COMPLETED)
+    Checkpoint(directory, every=1, score="accuracy" if "checkpoint" in kinds else None).attach(
+        job.trainer, evaluator=job.evaluator
+    )
+    if "stopping" in kinds:
+        EarlyStopping(job.evaluator, "accuracy", patience=9).attach(job.trainer)
+    if "lowest" in kinds:
+        EarlyStopping(job.evaluator, "accuracy", patience=9, mode="min").attach(job.trainer)
+    if "plateau" in kinds:
+        ReduceOnPlateau(job.evaluator, ReduceLROnPlateau(job.optimizer, patience=9)).attach(job.trainer)
+    return job, validation
+
+
+LOSS, ACCURACY = ("loss", 0.6, 4), ("accuracy", 0.75, 2)
+FOLLOWING: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[str, float, int]]] = {
+    "nothing": ((), {}, LOSS),
+    "the stopping": (("stopping",), {}, ACCURACY),
+    "the checkpoint": (("checkpoint",), {}, ACCURACY),
+    "both alike": (("stopping", "checkpoint"), {}, ACCURACY),
+    "its mode": (("lowest",), {}, ("accuracy", 0.25, 3)),
+    "two scores": (("stopping", "plateau"), {}, LOSS),
+    "two modes": (("lowest", "checkpoint"), {}, LOSS),
+    "its own": (("stopping", "checkpoint"), {"score": "loss"}, LOSS),
+    "its own mode": (("stopping", "checkpoint"), {"mode": "max"}, ("loss", 0.9, 1)),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_a_validation_without_a_score_follows_that_of_the_others(name: str, tmp_path: Path) -> None:
+    """Where they follow one alone: its best is the one that stays in a checkpoint. After a resume it is the same."""
+    kinds, settings, best = FOLLOWING[name]
+    job, validation = following(tmp_path, *kinds, **settings)
+    job.run()
+    assert (validation.score, validation.best, validation.best_update) == best
+    assert list(validation.rows_at_end()) == [("best", f"{best[0]} {best[1]:g} at update {best[2]}")]
+
+
+def test_a_resumed_validation_keeps_the_best_of_the_score_that_it_follows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Broken off after any update the run ends as one that was not; one with another score begins to look for its best."""
+    caplog.set_level(logging.INFO)
+    for broken_at in (1, 2, 3):
+        for kinds in (("stopping",), ("stopping", "plateau")):
+            directory = tmp_path / f"{broken_at}{len(kinds)}"
+            following(directory, *kinds)[0].run(broken_at)
+            caplog.clear()
+            job, validation = following(directory, *kinds)
+            job.run(4)
+            assert (validation.score, validation.best, validation.best_update) == (ACCURACY if len(kinds) == 1 else LOSS)
+            assert not [line for line in caplog.messages if "Validation.score" in line or "Validation.mode" in line]
+    following(tmp_path / "other")[0].run(2)
+    job, validation = following(tmp_path / "other", "stopping")
+    job.run(4)
+    assert (validation.score, validation.best, validation.best_update) == ("accuracy", 0.5, 4)
+
+
 def test_a_plateau_of_the_other_direction_is_refused() -> None:
     """The scheduler of torch has the default "min"; `mode` says that it is meant."""
     evaluator, optimizer = Scripted([1.0]).evaluator, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ignite.engine
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import l1_loss, mse_loss
+from torch.nn.functional import cross_entropy, l1_loss, mse_loss
 
-from ignite_train import NonFiniteError, StaticLossScaling, TorchLossScaling, create_supervised_trainer
+from ignite_train import (
+    ForwardOutput,
+    NonFiniteError,
+    StaticLossScaling,
+    TorchLossScaling,
+    create_supervised_trainer,
+    create_trainer,
+)
 from update_options import with_options
 
 RATE = 0.125
@@ -104,6 +112,72 @@ def test_the_reported_loss_is_the_mean_over_the_samples() -> None:
     assert output is not None
     assert output.loss == pytest.approx(float((x @ linear().weight.detach().T - y).square().mean()), rel=1e-13)
     assert (output.sample_size, output.num_micro_batches) == (10, 4)
+
+
+WEIGHT = torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64)
+UNEVEN: dict[str, tuple[nn.Module, Callable[[nn.Module, Any], ForwardOutput]]] = {
+    "ignored": (
+        nn.CrossEntropyLoss(),
+        lambda model, b: ForwardOutput(cross_entropy(model(b[0]), b[1], reduction="sum"), sample_size=(b[1] != -100).sum()),
+    ),
+    "weighted": (
+        nn.CrossEntropyLoss(weight=WEIGHT),
+        lambda model, b: ForwardOutput(
+            cross_entropy(model(b[0]), b[1], WEIGHT, reduction="sum"), sample_size=WEIGHT[b[1]].sum()
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_a_loss_that_weighs_targets_is_a_mean_of_means(name: str) -> None:
+    """As the docstring says, with the forward that makes the update of one large batch."""
+    loss_fn, forward = UNEVEN[name]
+    ignored = -100 if name == "ignored" else 1
+    targets = [torch.tensor([0, 1, 2, *[ignored] * 5]), torch.tensor([0, 1, 2, 1, 1, 0, 0, 1])]
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(8, 4, generator=generator, dtype=torch.float64), y) for y in targets]
+
+    def classifier() -> nn.Linear:
+        torch.manual_seed(0)
+        return nn.Linear(4, 3, dtype=torch.float64)
+
+    def step(model: nn.Linear, loss: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(loss, model.weight)
+        return model.weight.detach() - 0.1 * gradient
+
+    def after(make: Any, loss: Any, **settings: int) -> Tensor:
+        model = classifier()
+        make(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, **settings).run(batches)
+        return model.weight.detach()
+
+    one, several = classifier(), classifier()
+    large = step(one, loss_fn(one(torch.cat([x for x, _ in batches])), torch.cat(targets)))
+    means = step(several, sum(loss_fn(several(x), y) for x, y in batches) / 2)
+    close(after(create_supervised_trainer, loss_fn, gradient_accumulation_steps=2), means)
+    close(after(create_trainer, forward, accumulation_steps=2), large)
+    assert (means - large).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("size", [1, 8, 64, 3, 10, 24])
+def test_the_bits_are_those_of_ignite(size: int) -> None:
+    """With sizes that are powers of two, and with any size where forward returns the mean; else the last bits differ."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(size, 4, generator=generator), torch.randint(3, (size,), generator=generator)) for _ in range(20)]
+
+    def weights(make: Any, loss_fn: Any = cross_entropy) -> list[Tensor]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+        make(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn).run(batches, max_epochs=2)
+        return [parameter.detach() for parameter in model.parameters()]
+
+    right = weights(ignite.engine.create_supervised_trainer)
+    mean = weights(create_trainer, lambda model, batch: cross_entropy(model(batch[0]), batch[1]))
+    mine = weights(create_supervised_trainer)
+    assert all(map(torch.equal, mean, right))
+    assert all(map(torch.equal, mine, right)) == (size in (1, 8, 64))
+    for left, one in zip(mine, right, strict=True):
+        torch.testing.assert_close(left, one, rtol=0, atol=1e-5)
 
 
 def test_prepare_batch() -> None:
