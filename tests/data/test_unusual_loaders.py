@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -428,12 +429,64 @@ class Remembering:
         self.at, self.passes = state_dict["at"], state_dict["passes"]
 
 
+class Permuting:
+    """Has a state, and a permutation that it makes when a pass begins and drops when the pass has come to its end."""
+
+    def __init__(self) -> None:
+        self.generator, self.at, self.order = random.Random(3), 0, list[int]()  # noqa: S311
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if not self.order:
+            self.at, self.order = 0, self.generator.sample(range(4), 4)
+        while self.at < 4:
+            self.at += 1
+            yield torch.tensor([self.order[self.at - 1]])
+        self.order = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "order": list(self.order), "generator": self.generator.getstate()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.at, self.order = state_dict["at"], list(state_dict["order"])
+        version, numbers, gauss = state_dict["generator"]
+        self.generator.setstate((version, tuple(numbers), gauss))
+
+
+class PermutingAnew(Permuting):
+    """The same; a pass begins anew unless a state was loaded before it."""
+
+    is_loaded = False
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.order, self.is_loaded = self.order if self.is_loaded else [], False
+        yield from super().__iter__()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.is_loaded = True
+
+
+class PermutingAtOnce(Permuting):
+    """The same with an iterator that makes its permutation where it is opened."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if not self.order:
+            self.at, self.order = 0, self.generator.sample(range(4), 4)
+        return super().__iter__()
+
+
 STREAMS: dict[str, Callable[[], Any]] = {
     "drawn": lambda: DataLoader(torch.arange(4), 1, shuffle=True),
     "drawn, own generator": lambda: DataLoader(torch.arange(4), 1, shuffle=True, generator=torch.Generator().manual_seed(3)),
     "resumable": lambda: ResumableLoader(torch.arange(4), 1, shuffle=True, seed=3),
     "stateful": lambda: StatefulDataLoader(torch.arange(4), 1, shuffle=True, generator=torch.Generator().manual_seed(3)),
     "with a state": Remembering,
+    "with an order in its state": Permuting,
+    "with an order in its state, anew": PermutingAnew,
+    "with an order in its state, at once": PermutingAtOnce,
 }
 
 
