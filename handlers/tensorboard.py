@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -43,7 +42,6 @@ __all__ = ["TensorBoard"]
 _logger = logging.getLogger(__name__)
 _BINS = 64
 _GROUPS = {*PUBLISHED_METRICS.values()} - {"train"}
-_PATIENCE_SECONDS = 2.0  # for a second to pass
 
 
 class TensorBoard(RecordingHandler):
@@ -213,7 +211,6 @@ class TensorBoard(RecordingHandler):
             self._set_aside()
         # What is hidden from the beginning is described again; later processes do not repeat what the first one wrote.
         is_described = hidden_from > 0 and self._has_files()
-        self._wait_for_a_later_name()
         file = EventFile(self.log_dir, hidden_from)
         try:
             if not is_described:
@@ -245,16 +242,6 @@ class TensorBoard(RecordingHandler):
             file.add_numbers(self._points, update)
         for summary in self._others:
             file.add(Summary.FromString(summary), update)
-
-    def _wait_for_a_later_name(self) -> None:
-        """TensorBoard reads files in the order of their names, which begin with the second in which they were made."""
-        names = [path.name.removeprefix("events.out.tfevents.") for path in event_files(self.log_dir)]
-        newest = max((int(name[:10]) for name in names if name[:10].isdigit()), default=0)
-        if newest > time.time() + _PATIENCE_SECONDS:
-            _logger.warning(f"the newest file in {self.log_dir} is of a time to come: TensorBoard will hide wrong points")
-            return
-        while (rest := newest + 1 - time.time()) > 0:
-            time.sleep(rest)
 
     def _write_evaluation(self, evaluator: Engine, trainer: Trainer, tag: str) -> None:
         super()._write_evaluation(evaluator, trainer, tag)

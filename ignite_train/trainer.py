@@ -23,7 +23,7 @@ from ignite_train.data.run_data import RunData, known_size
 from ignite_train.engine.dispatch import Attachable, Stateful, add_counters
 from ignite_train.engine.ignite_state import from_ignite_state, is_ignite_state
 from ignite_train.engine.introduction import introduction
-from ignite_train.engine.limits import checked_limits, checked_loader
+from ignite_train.engine.limits import checked_limits, checked_loader, passed_limit
 from ignite_train.engine.loop import Loop
 from ignite_train.engine.sections import Sections
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
@@ -222,7 +222,8 @@ class Trainer(Loop):
         """Trains until a limit is reached.
 
         A second call continues where the first ended, whether by its limit, by `terminate` or by an exception; a run that has
-        reached its limit does nothing and says so. All ranks must call it.
+        reached its limit does nothing and says so. So does a call that resumes from a checkpoint beyond its limit, which a
+        later call in the script has written: that call resumes from it again. All ranks must call it.
 
         Args:
             data: a loader of micro-batches, sized or not; the trainer groups them. Ranks may have different numbers. With None,
@@ -235,7 +236,8 @@ class Trainer(Loop):
             resume: with a `Checkpoint` attached, what a trainer that has not trained yet does first: `"auto"` goes back to the
                 newest whole checkpoint, and trains from the beginning only where there has never been one; `"must"`
                 insists on one; `"never"` trains from the beginning, in a directory that must have no checkpoints; a path
-                names one checkpoint, or another directory of them.
+                names one checkpoint, or another directory of them. Where it lies outside of the run's own directory, the run
+                begins there, and continues from its own checkpoints once it has some.
             unknown: the words of other libraries, such as `epochs`, are refused with what to write here.
 
         Returns:
@@ -243,8 +245,8 @@ class Trainer(Loop):
 
         Raises:
             TypeError: `data` cannot be iterated, or a limit is not an integer.
-            ValueError: a limit is below 1 or below what was trained already, or both are given, or there is no data, or an
-                iterator ended before the limit, or `resume` asks for what is not there.
+            ValueError: a limit is below 1, or below what this process has trained already, or both are given, or there is no
+                data, or an iterator ended before the limit, or `resume` asks for what is not there.
             CheckpointError: no checkpoint can be read.
         """
         refuse_arguments("Trainer.run", unknown, _ARGUMENTS_OF_RUN)
@@ -254,6 +256,8 @@ class Trainer(Loop):
         self.data.begin_run(loader, epoch_length)
         with self._resuming(resume):
             limits = checked_limits(state, max_epochs, max_iters)
+            if self._is_of_later_call(max_epochs, max_iters):
+                return state
             is_renewed = self.has_handlers(Events.DATALOADER_STOP_ITERATION)  # by a handler that puts another iterator there
             self.data.refuse_used_iterator(loader, None if is_renewed else limits[0])
             state.max_epochs, state.max_iters = limits
@@ -296,8 +300,10 @@ class Trainer(Loop):
         state = self.state
         with self._resuming(resume):
             self._refuse_open_epoch("session was opened")
-            state.max_epochs = None
-            state.max_iters = state.max_iters if max_iters is None else checked_limits(state, None, max_iters)[1]
+            limit = state.max_iters if max_iters is None else checked_limits(state, None, max_iters)[1]
+            if passed := passed_limit(state, None, max_iters):
+                raise ValueError(f"{passed}; where a script has several sessions, skip those whose updates are done")
+            state.max_epochs, state.max_iters = None, limit
             self.requests.begin()
             self.data.stream = None
             with super().session():
@@ -402,6 +408,23 @@ class Trainer(Loop):
                 f"{what} in the middle of epoch {self.state.epoch}, which run has left after update "
                 f"{self.state.iteration}; end the epoch with run first"
             )
+
+    def _is_of_later_call(self, max_epochs: int | None, max_iters: int | None) -> bool:
+        """Whether a call of `run` has nothing to do, since a later call in the script has written the checkpoint.
+
+        Raises:
+            ValueError: the limit of the call is passed, and not by a checkpoint.
+        """
+        passed = passed_limit(self.state, max_epochs, max_iters)
+        if passed and not self.progress.resumed:
+            raise ValueError(passed)
+        if passed:
+            self.logger.warning(
+                f"nothing to do: epoch {self.state.epoch} and update {self.state.iteration} are reached and the limit is "
+                f"max_epochs={max_epochs}, max_iters={max_iters}; the checkpoint is of a later call of run, which resumes from "
+                "it; where there is none, raise the limit to continue"
+            )
+        return bool(passed)
 
     def _expected_length(self, data: Any) -> int | None:
         return self.data.expected_length(data)

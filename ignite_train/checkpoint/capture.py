@@ -3,7 +3,8 @@
 Some of it is the same on all ranks, or sharded over them: model, optimizer and the user's additional objects. Rank 0 writes
 it, but where the ranks hold different bits, as those of a distributed optimizer do, each writes its own. The rest belongs to
 each rank: counters, its place in the data, its random generators, its handlers and the buffers of its modules. `HeldState`
-looks for what no checkpoint keeps: tensors of handlers that training changes, such as an average of the weights.
+looks for what no checkpoint keeps: tensors of handlers that training changes, such as an average of the weights, and schedules
+that they step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import platform
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -28,6 +29,7 @@ import torch
 from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.checkpoint.directory import Contents
 from ignite_train.checkpoint.manifest import compact_json, frozen_name
@@ -37,7 +39,7 @@ from ignite_train.checkpoint.tensor_files import Box, Piece, local_box
 from ignite_train.checkpoint.tree import TreeEncoder, is_composed, path_name, tensors_in
 from ignite_train.engine.dispatch import Attachable, Stateful, attached, numbered_name
 from ignite_train.errors import CheckpointError
-from ignite_train.internals.of_torch import version_of
+from ignite_train.internals.of_torch import parts_of_schedule, version_of
 from ignite_train.model.random_state import capture_random_state, restore_random_state
 from ignite_train.model.tensor_digests import content_digest, tensor_digests
 from ignite_train.ranks import collectives
@@ -50,6 +52,7 @@ __all__ = ["HeldState", "capture", "own_piece", "paused_collection", "plain_conf
 _logger = logging.getLogger(__name__)
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the text of an object: another one in each process
 _EMPTY: dict[str, list[Any]] = {"dict": []}  # the tree of an empty state_dict
+_MOST_SCHEDULES = 100  # of a list that is looked at
 _NO_STATE = ("ignite_train.", "ignite.handlers.time_profilers")
 """Modules of classes whose tensors need not be stored: our own handlers, and what measures this process."""
 
@@ -290,7 +293,8 @@ def versions() -> dict[str, str]:
 class HeldState:
     """Warns once of each handler with tensors that are changed in place and that no checkpoint keeps; and of empty states.
 
-    A handler is looked at if it, or the object whose method it is, has no `state_dict`. Of a plain function only the modules
+    It warns too of a schedule of the run's learning rates that a handler refers to and no checkpoint keeps. A handler is
+    looked at if it, or the object whose method it is, has no `state_dict`. Of a plain function only the modules and schedules
     count that it refers to or is called with. A tensor that does not change, such as a teacher's, or that is replaced by
     another one, such as the latest batch, does not count.
     """
@@ -305,6 +309,25 @@ class HeldState:
         for _, _, tensors in _held(run):
             for tensor in tensors:
                 self._is_changed(tensor)
+        if run.trainer.replicas.rank == 0:
+            self._warn_of_schedules(run)
+
+    def _warn_of_schedules(self, run: SavedRun) -> None:
+        objects = run.objects()
+        optimizers, saved = {id(entry.optimizer) for entry in objects.each_optimizer.values()}, set[int]()
+        for entry in (*objects.shared.values(), *objects.own.values()):
+            with suppress(TypeError):  # an object with slots, or one of C, has no such attributes
+                saved |= {id(one) for value in (entry, *vars(entry).values()) for one in _schedules(value)}
+        for name, key, schedules in _held(run, _schedules, (LRScheduler, MethodType, list, tuple)):
+            lost = [one for one in schedules if id(one.optimizer) in optimizers and id(one) not in saved]
+            if lost and f"{name}.{key}" not in self._warned and name not in run.leave_out:
+                self._warned.add(f"{name}.{key}")
+                _logger.warning(
+                    f"the handler {name} holds a {type(lost[0]).__name__} in {key!r}, whose state no checkpoint keeps: a "
+                    "resumed run starts it from the beginning; use LearningRateSchedule(...).attach(trainer), or pass "
+                    f"Checkpoint(..., to_save={{'schedule': ...}}), or leave_out=({name!r},) to leave it out without this "
+                    "warning"
+                )
 
     def warn(self, run: SavedRun, contents: Contents) -> None:
         """To be called when a checkpoint is taken. Handlers that the user leaves out are not warned about.
@@ -346,8 +369,9 @@ class HeldState:
                 )
 
     def names(self, run: SavedRun) -> set[str]:
-        """The handlers that hold any tensors, by the names that a warning gives them."""
-        return {name for name, _, _ in _held(run)}
+        """The handlers that hold any tensors or schedules, by the names that a warning gives them."""
+        of_schedules = _held(run, _schedules, (LRScheduler, MethodType, list, tuple))
+        return {name for name, _, _ in _held(run)} | {name for name, _, _ in of_schedules}
 
     def _is_changed(self, tensor: Tensor) -> bool:
         """Whether it was changed in place since it was first asked about."""
@@ -358,28 +382,6 @@ class HeldState:
         if before() is not tensor:  # that one is freed, and this one has its place
             self._versions[id(tensor)] = now
         return before() is tensor and version != version_of(tensor)
-
-
-def _held(run: SavedRun) -> Iterator[tuple[str, str, list[Tensor]]]:
-    """Name of the handler, attribute, and the tensors in it."""
-    for engine in run.engines:
-        for _, handler, arguments in attached(engine):
-            owner: Any = handler.__self__ if isinstance(handler, MethodType) else handler
-            if isinstance(owner, partial):
-                arguments, owner = (*owner.args, *owner.keywords.values(), *arguments), owner.func
-            name, things, is_function = type(owner).__name__, dict[str, Any](), isinstance(owner, FunctionType)
-            if is_function:
-                closure = inspect.getclosurevars(owner)
-                name, things = owner.__name__, {**closure.nonlocals, **closure.globals}
-            elif not (type(owner).__module__.startswith(_NO_STATE) or isinstance(owner, (Engine, type, Stateful))):
-                with suppress(TypeError):  # an object with slots, or one of C, has no such attributes
-                    things = dict(vars(owner))
-            for place, value in enumerate(arguments):
-                if isinstance(value, nn.Module):
-                    things[f"argument {place}"] = value
-            for key, value in things.items():
-                if (isinstance(value, nn.Module) or not is_function) and (tensors := [*_tensors(value)]):
-                    yield name, key, tensors
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -393,6 +395,47 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         for entry in entries:
             if isinstance(entry, (Tensor, nn.Module)):
                 yield from _tensors(entry)
+
+
+def _held(
+    run: SavedRun, within: Callable[[Any], Iterator[Any]] = _tensors, of_functions: Any = nn.Module
+) -> Iterator[tuple[str, str, list[Any]]]:
+    """Name of the handler, attribute, and the tensors in it, or what `within` finds there.
+
+    Args:
+        run: whose handlers are looked at.
+        within: gives what is in a value.
+        of_functions: the types of values that are looked at where a handler is a plain function, or an argument.
+    """
+    for engine in run.engines:
+        for _, handler, arguments in attached(engine):
+            owner: Any = handler.__self__ if isinstance(handler, MethodType) else handler
+            if isinstance(owner, partial):
+                arguments, owner = (*owner.args, *owner.keywords.values(), *arguments), owner.func
+            name, things, is_function = type(owner).__name__, dict[str, Any](), isinstance(owner, FunctionType)
+            if is_function:
+                closure = inspect.getclosurevars(owner)
+                name, things = owner.__name__, {**closure.nonlocals, **closure.globals}
+            elif not (type(owner).__module__.startswith(_NO_STATE) or isinstance(owner, (Engine, type, Stateful))):
+                with suppress(TypeError):  # an object with slots, or one of C, has no such attributes
+                    things = dict(vars(owner))
+            for place, value in enumerate((*arguments, *((owner.__defaults__ or ()) if is_function else ()))):
+                if isinstance(value, of_functions):
+                    things[f"argument {place}"] = value
+            for key, value in things.items():
+                if (isinstance(value, of_functions) or not is_function) and (found := [*within(value)]):
+                    yield name, key, found
+
+
+def _schedules(value: Any) -> Iterator[LRScheduler]:
+    """A schedule with the parts of it, or that of a bound method; of a list those that stand first."""
+    value = value.__self__ if isinstance(value, MethodType) else value
+    if isinstance(value, LRScheduler):
+        yield value
+    for entry in parts_of_schedule(value) if isinstance(value, LRScheduler) else ():
+        yield from _schedules(entry)
+    if isinstance(value, (list, tuple)):
+        yield from (entry for entry in value[:_MOST_SCHEDULES] if isinstance(entry, LRScheduler))
 
 
 def _storage(tensor: Tensor) -> int:

@@ -58,6 +58,7 @@ class Resumption:
         self._config, self._on_changed_data = config, on_changed_data
         self._state: RunState | None = None  # until its objects are put back for the second time
         self._half_restored: Path | None = None  # the checkpoint of which some object has raised when it was given its state
+        self._again: str | Path = "must"  # what a call of `run` resumes from whose checkpoint an earlier call has read already
 
     def restore(self, resume: str | Path) -> Manifest | None:
         """Does what `resume` asks for; see `Trainer.run`. Collective.
@@ -70,9 +71,12 @@ class Resumption:
             CheckpointError: no checkpoint was found where one must be, or none is whole, or it is of another run.
         """
         trainer = self._run.trainer
-        if resume in ("auto", "never") and (trainer.state.iteration or trainer.state.epoch) and self._half_restored is None:
+        begins = not (trainer.state.iteration or trainer.state.epoch) or self._half_restored is not None
+        if trainer.progress.resumed:  # what the script has done since then was done before that checkpoint
+            begins, resume = True, self._again if resume in _WORDS else resume
+        if resume in ("auto", "never") and not begins:
             return None
-        root, names = checkpoint_to_resume(self._writer.directory, resume)
+        root, names = checkpoint_to_resume(self._writer.directory, resume, begins=begins)
         if not names:
             self._refuse_half_restored()
             return None
@@ -83,7 +87,8 @@ class Resumption:
             refuse_other_mode(retention.metric, "min" if retention.lower_is_better else "max", *manifest.scored_by)
         self._half_restored, script = path, run_config(self._run, self._config)
         together(collectives.gather_objects, f"resuming from {path}", state.restore)
-        self._half_restored = None
+        self._half_restored, trainer.progress.resumed = None, True
+        self._again = "must" if resume in _WORDS else path
         trainer.data.load_position(trainer.data.position(), on_changed_data=self._on_changed_data)
         self._state = state
         self._writer.resume_from(path)
@@ -129,12 +134,13 @@ class _Found:
     set_aside: list[str]
 
 
-def checkpoint_to_resume(own: CheckpointDirectory, resume: str | Path) -> tuple[Path, list[str]]:
+def checkpoint_to_resume(own: CheckpointDirectory, resume: str | Path, *, begins: bool = True) -> tuple[Path, list[str]]:
     """Finds the checkpoints that `resume` asks for, on rank 0, and tidies the run's own directory. Collective.
 
     Args:
         own: the directory of the run.
         resume: see `Trainer.run`.
+        begins: the trainer has not trained in this process, which may be a later start of a run that began from a path.
 
     Returns:
         The directory, and the names of the checkpoints in it, the newest first; none if the run starts from the beginning.
@@ -152,7 +158,18 @@ def checkpoint_to_resume(own: CheckpointDirectory, resume: str | Path) -> tuple[
             if directory.path.is_file() or directory.path.suffix:
                 hint = "; for the weights of a file alone write load_weights(model, path) of ignite_train.checkpoint"
             raise ValueError(f"resume must be 'auto', 'must', 'never' or a directory that exists, got {str(resume)!r}{hint}")
-    look: Callable[[], _Found | None] = lambda: _look(directory, tidies=directory is own) if _main() else None  # noqa: E731
+    own_first = begins and directory is not own and own.path.resolve() not in (directory.path, *directory.path.parents)
+
+    def look() -> _Found | None:
+        found = _look(own, tidies=True) if own_first and _main() else None
+        if found is None or not (found.names or found.set_aside):
+            return _look(directory, tidies=directory is own) if _main() else None
+        _logger.warning(
+            f"resume={str(resume)!r} is where this run began, and is not read again, since {own.path} has checkpoints of it; "
+            "to begin there again, choose another directory for Checkpoint"
+        )
+        return found
+
     found = together(collectives.gather_objects, "looking for checkpoints", look)[0]
     assert found is not None  # noqa: S101  # rank 0 has looked
     if resume == "never" and found.names:

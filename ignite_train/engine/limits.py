@@ -11,7 +11,14 @@ from torch.utils.data import DataLoader, Dataset
 from ignite_train.arguments import describe, positive_int
 from ignite_train.state import TrainState
 
-__all__ = ["checked_limits", "checked_loader", "refuse_ended_iterator", "refuse_used_iterator", "without_full_batch"]
+__all__ = [
+    "checked_limits",
+    "checked_loader",
+    "passed_limit",
+    "refuse_ended_iterator",
+    "refuse_used_iterator",
+    "without_full_batch",
+]
 
 
 def checked_loader(data: Any) -> Iterable[Any]:
@@ -81,7 +88,7 @@ def checked_limits(state: TrainState, max_epochs: Any, max_iters: Any) -> tuple[
 
     Raises:
         TypeError: a limit is not an integer.
-        ValueError: both are given, or one is below 1 or below what was trained already.
+        ValueError: both are given, or one is below 1.
     """
     if max_epochs is not None and max_iters is not None:
         raise ValueError(f"max_epochs and max_iters exclude each other, got {max_epochs!r} and {max_iters!r}; pass one")
@@ -91,13 +98,16 @@ def checked_limits(state: TrainState, max_epochs: Any, max_iters: Any) -> tuple[
             raise TypeError(
                 f"max_epochs must be a positive integer, got {got}; for validation data attach Validation(evaluator, loader)"
             )
-        begun, limit = state.epoch, positive_int("max_epochs", max_epochs)
-        if limit < begun:
-            raise ValueError(f"max_epochs must not be below the {begun} epochs already begun, got {max_epochs}")
-        return limit, None
+        return positive_int("max_epochs", max_epochs), None
     if max_iters is not None:
-        limit = positive_int("max_iters", max_iters)
-        if limit < state.iteration:
-            raise ValueError(f"max_iters must not be below the {state.iteration} updates already done, got {max_iters}")
-        return None, limit
+        return None, positive_int("max_iters", max_iters)
     return (1, None) if state.max_epochs is None and state.max_iters is None else (state.max_epochs, state.max_iters)
+
+
+def passed_limit(state: TrainState, max_epochs: int | None, max_iters: int | None) -> str:
+    """Why a limit that is given cannot be one, since more was trained already; empty if it can."""
+    if max_epochs is not None and max_epochs < state.epoch:
+        return f"max_epochs must not be below the {state.epoch} epochs already begun, got {max_epochs}"
+    if max_iters is not None and max_iters < state.iteration:
+        return f"max_iters must not be below the {state.iteration} updates already done, got {max_iters}"
+    return ""

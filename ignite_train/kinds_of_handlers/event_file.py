@@ -47,7 +47,8 @@ class EventFile:
     times as long, most of it for checksums that are computed in Python.
 
     Args:
-        directory: it is made; TensorBoard reads its files in the order of their names, which begin with the second.
+        directory: it is made; TensorBoard reads its files in the order of their names, which begin with a second: the present
+            one, or the one after that of the newest file, as where a clock was set back.
         hidden_from: the update from which on TensorBoard hides what earlier files have.
 
     Attributes:
@@ -62,7 +63,9 @@ class EventFile:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         directory.mkdir(parents=True, exist_ok=True)
-        name = f"{_PREFIX}{int(time.time()):010d}.{_writer()}.{next(_numbers_of_files)}"
+        names = [path.name.removeprefix(_PREFIX)[:10] for path in event_files(directory)]
+        newest = max((int(name) for name in names if name.isdecimal()), default=0)
+        name = f"{_PREFIX}{max(int(time.time()), newest + 1):010d}.{_writer()}.{next(_numbers_of_files)}"
         self._path, self.is_empty = directory / name, True
         _made_here.add(self._path.resolve())
         self._file = self._path.open("wb", buffering=0)

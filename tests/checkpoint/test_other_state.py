@@ -22,6 +22,7 @@ import pytest
 import torch
 from ignite.engine import Events
 from ignite.handlers import BasicTimeProfiler, EarlyStopping, EMAHandler
+from ignite.handlers import LRScheduler as IgnitesSchedule
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -1364,6 +1365,92 @@ def test_what_is_not_lost_is_not_named(tmp_path: Path, caplog: Any) -> None:
     LearningRateSchedule(schedulers.StepLR(optimizer, 2)).attach(trainer)
     Checkpoint(tmp_path, every=1, to_save={"average": average}).attach(trainer, evaluator=evaluator)
     trainer.run(LOADER, max_epochs=1)
+    assert logged(caplog) == []
+
+
+class Stepping:
+    """A program of the user's that steps its schedules itself."""
+
+    def __init__(self, schedule: Any) -> None:
+        self.schedules = [schedule]
+
+    def after_update(self) -> None:
+        self.schedules[0].step()
+
+
+def _stepped(way: str, schedule: Any) -> Callable[..., None]:
+    """A handler that steps a schedule."""
+    step = schedule.step
+    ways: dict[str, Callable[..., None]] = {
+        "closure": lambda: schedule.step(),  # a bound method is refused
+        "method in a closure": lambda: step(),
+        "default": lambda trainer, schedule=schedule: schedule.step(),
+        "attribute": Stepping(schedule).after_update,
+    }
+    return ways[way]
+
+
+@pytest.mark.parametrize("way", ["closure", "method in a closure", "default", "attribute"])
+def test_a_schedule_that_no_checkpoint_keeps_is_named(way: str, tmp_path: Path, caplog: Any) -> None:
+    """Once, before the first batch. With `to_save` a resumed run has the rates of a loop by hand, and nothing is said."""
+
+    def sequence(optimizer: torch.optim.Optimizer) -> Any:
+        parts = [schedulers.ConstantLR(optimizer, 0.5, 2), schedulers.StepLR(optimizer, 1, 0.5)]
+        return schedulers.SequentialLR(optimizer, parts, [2])  # type: ignore[arg-type]
+
+    def by_hand(updates: int) -> float:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.01)
+        schedule = sequence(optimizer)
+        for _ in range(updates):
+            optimizer.step()
+            schedule.step()
+        rate: float = optimizer.param_groups[0]["lr"]
+        return rate
+
+    def train(directory: Path, updates: int, **options: Any) -> tuple[float, list[str]]:
+        caplog.clear()
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        schedule = sequence(optimizer)
+        trainer = create_trainer(model, optimizer, forward)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, _stepped(way, schedule))
+        said: list[int] = []
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=1), lambda: said.append(len(caplog.messages)))
+        to_save = {"schedule": schedule} if options.pop("saves", False) else None
+        Checkpoint(directory, every=1, to_save=to_save, **options).attach(trainer)
+        trainer.run(LOADER, max_iters=updates)
+        lines = [line for line in logged(caplog) if "whose state no checkpoint keeps" in line]
+        assert said in ([], [len(lines)])
+        return optimizer.param_groups[0]["lr"], lines
+
+    (line,) = train(tmp_path / "lost", 2)[1]
+    name = "Stepping" if way == "attribute" else "<lambda>"
+    assert line.startswith(f"the handler {name} holds a SequentialLR in ")
+    assert "LearningRateSchedule(...).attach(trainer)" in line
+    assert train(tmp_path / "left", 2, leave_out=(name,))[1] == []
+    rates = [train(tmp_path / "saved", updates, saves=True) for updates in (3, 5)]
+    assert rates == [(by_hand(3), []), (by_hand(5), [])]
+    assert by_hand(3) > by_hand(5)
+
+
+def test_a_schedule_that_is_kept_or_of_another_run_is_not_named(tmp_path: Path, caplog: Any) -> None:
+    """That of a handler of ours or of Ignite's, a part of one, and one over an optimizer that this run does not step."""
+    model, other = net(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    parts = [schedulers.ConstantLR(optimizer, 0.5, 2), schedulers.StepLR(optimizer, 1, 0.5)]
+    ours: Any = schedulers.SequentialLR(optimizer, parts, [2])
+    theirs = IgnitesSchedule(schedulers.StepLR(optimizer, 3))
+    foreign = schedulers.StepLR(torch.optim.SGD(other.parameters(), lr=1.0), 3)
+    trainer, seen = create_trainer(model, optimizer, forward), list[Any]()
+    LearningRateSchedule(ours).attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED, theirs)
+    last = parts[1]
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda: seen.extend([ours.get_last_lr(), last.get_last_lr(), theirs.lr_scheduler.get_last_lr(), foreign.get_last_lr()]),
+    )
+    Checkpoint(tmp_path, every=1).attach(trainer)
+    trainer.run(LOADER, max_iters=2)
     assert logged(caplog) == []
 
 

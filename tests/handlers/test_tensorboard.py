@@ -429,40 +429,32 @@ def test_an_evaluation_before_a_run_that_resumes_hides_nothing(tmp_path: Path) -
 
 
 class _Clock:
-    """A time that passes only where it is slept; notes for how long."""
+    """Stands still."""
 
     def __init__(self, now: float) -> None:
-        self.now, self.slept = now, list[float]()
+        self.now = now
 
     def time(self) -> float:
         return self.now
 
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.now += seconds
-
 
 def own_clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
-    """So that no test waits for a second to pass."""
+    """So that all files are made in the same second."""
     clock = _Clock(1000.25)
-    monkeypatch.setattr("ignite_train.handlers.tensorboard.time", clock)
     monkeypatch.setattr("ignite_train.kinds_of_handlers.event_file.time", clock)
     return clock
 
 
 @pytest.mark.parametrize(
-    ("newest", "slept"),
-    [(999, []), (1000, [0.75]), (1001, [1.75]), (1002, [2.75]), (1003, [])],
-    ids=["a second ago", "this second", "the next", "the last that is waited for", "a time to come"],
+    ("newest", "second"),
+    [(998, 1000), (999, 1000), (1000, 1001), (4600, 4601)],
+    ids=["two seconds ago", "a second ago", "this second", "a clock that was set back by an hour"],
 )
 def test_a_file_has_a_later_name_than_those_before(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, newest: int, slept: list[float]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, newest: int, second: int
 ) -> None:
-    """TensorBoard reads in the order of names, which have whole seconds: one that is not over is waited for.
-
-    A clock that was set back is not; it is said.
-    """
-    clock = own_clock(monkeypatch)
+    """TensorBoard reads in the order of names, which have whole seconds."""
+    own_clock(monkeypatch)
     earlier = [tmp_path / f"events.out.tfevents.{second:010d}.host" for second in (newest, 7)]
     for path in (*earlier, tmp_path / "events.out.tfevents.of-another-form"):
         path.touch()
@@ -471,10 +463,21 @@ def test_a_file_has_a_later_name_than_those_before(
     TrainingMetrics().attach(trainer, EVERY(every=1))
     trainer.run(DATA, max_iters=1)
     (path,) = (path for path in tmp_path.iterdir() if path.stat().st_size > 0)
-    assert clock.slept == slept
-    assert path.name.split(".")[3] == f"{int(1000.25 + sum(slept)):010d}"
-    is_said = f"the newest file in {tmp_path} is of a time to come: TensorBoard will hide wrong points" in caplog.text
-    assert is_said is (path < earlier[0])
+    assert path.name.split(".")[3] == f"{second:010d}"
+    assert path > max(earlier)
+
+
+def test_a_clock_that_is_set_back_hides_no_point(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A run of three processes, each of which makes an update of the one before again, on clocks that go back by an hour."""
+    clock = own_clock(monkeypatch)
+    for number, updates in enumerate((3, 5, 6)):
+        trainer, _ = numbered(tmp_path / "elsewhere", number / 4)
+        if number:
+            trainer.run(DATA, max_iters=2 * number)
+        clock.now -= 3600
+        TensorBoard(tmp_path / "run").attach(trainer, EVERY(every=1))
+        trainer.run(DATA, max_iters=updates)
+    assert points(tmp_path / "run") == [(1, 1.0), (2, 2.0), (3, 3.25), (4, 4.25), (5, 5.5), (6, 6.5)]
 
 
 def numbered(directory: Path, offset: float) -> tuple[Trainer, TensorBoard]:
