@@ -6,8 +6,8 @@ Trains two models on two CPU processes: a tiny network, where an update is littl
 update takes about 5 ms on an idle core. A protected and an unprotected trainer run in turn, one block of updates each, so that
 a machine whose speed drifts slows both. Prints the medians over the blocks, with their quartiles, of the time of an update and
 of the processor time that rank 0 spent on it in all of its threads, which says more on a machine that others use too; how long
-a comparison of the state takes, which happens after the first 3 updates and then once in 1000; and how long a run of one update
-takes, in which the watching threads are started and ended.
+a comparison of the state takes, which happens after 7 of the first 300 updates, once in 1000, at each save and at the end; and
+how long a run of one update takes, in which the watching threads are started and ended.
 """
 
 import statistics

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from ignite.engine import Engine, Events
 
-from ignite_train.arguments import directory_of, mapping_of, one_of, positive_int
+from ignite_train.arguments import directory_of, mapping_of, one_of, positive_int, settings_of
 from ignite_train.checkpoint.cadence import Cadence
 from ignite_train.checkpoint.capture import HeldState, capture, paused_collection, run_config, versions
 from ignite_train.checkpoint.directory import together, try_out
@@ -239,6 +239,10 @@ class Checkpoint(Handler):
         together(collectives.gather_objects, f"loading {found.path}", lambda: restore_model(found.path, model))
         self.cadence.note_loaded()
         return found
+
+    def settings(self) -> dict[str, Any]:
+        """With when it saves."""
+        return super().settings() | settings_of(self.cadence)
 
     def scores(self) -> list[tuple[Engine, str | None, str | None]]:
         """The one by which a state is the best, if one was named."""

@@ -16,6 +16,7 @@ from ignite_train.forward import BoundForward, Forward, as_forward_output, bind_
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.micro_batch_rollback import writing_error, written_into
+from ignite_train.model.sparse_parameters import sparse_parameters
 from ignite_train.ranks import collectives
 from ignite_train.ranks.wrapping import unwrap
 from ignite_train.trainer import Trainer
@@ -87,6 +88,7 @@ class CurvatureMonitor(Handler):
 
         Raises:
             TypeError: its model is sharded.
+            ValueError: a parameter has sparse gradients, of which torch has no second derivatives.
         """
         model = trainer.model
         self._model = unwrap(model)
@@ -94,6 +96,13 @@ class CurvatureMonitor(Handler):
             raise TypeError("CurvatureMonitor needs all parameters on each rank, and the model of this trainer is sharded")
         if self._blocks is None:
             self._blocks = {"model": _trainable("model", self._model)}
+        sparse = sparse_parameters(self._model)
+        names = [sparse[parameter] for block in self._blocks.values() for parameter in block if parameter in sparse]
+        if names:
+            raise ValueError(
+                f"blocks must have dense gradients, got {names[0]!r} of an embedding with sparse=True; build it with "
+                "sparse=False, or pass blocks= without it"
+            )
         self._transfer = ToDevice(next(self._model.parameters()).device)
         self._forward_state = ForwardState(self._model, trainer.state.carried, self._forward)
         self._bound: BoundForward = bind_forward(self._forward, lambda: trainer.state)

@@ -28,7 +28,7 @@ _PARTS = 10  # of that second
 _LONG_WAIT_SECONDS = 60.0  # in one collective, after which one that lost the store is taken for lost too
 _DEATH = "its process is no longer running"
 _ROLL_CALL_SECONDS = 2.0  # for the other ranks to answer
-_LONGEST_MESSAGE = 2000  # characters of an exception's message
+_LONGEST_LINE = 300  # characters of an exception that other ranks quote; its own rank has all of it
 _SAFE_POINTS = (
     Events.EPOCH_STARTED
     | Events.GET_BATCH_STARTED
@@ -46,7 +46,7 @@ class PeerFailureError(TrainingError, RuntimeError):
     Attributes:
         rank: the rank that failed first.
         update: the update that was running there, or had run last (`state.iteration`).
-        error: its exception, as `"type: message"`.
+        error: its exception, as `"type: message"`, of which it is the first line and at most 300 characters.
     """
 
     def __init__(self, rank: int, update: int, error: str) -> None:
@@ -122,13 +122,19 @@ class FailureBoard(Handler):
         watch, self._watch = self._watch, None
         if watch is None:
             return
-        text = f"{type(error).__name__}: {error}"[:_LONGEST_MESSAGE]
+        text = _in_one_line(error)
         from_peer = isinstance(error, PeerFailureError)
         cause = watch.end(None if from_peer else text)
         if watch.gone:
             error.add_note(f"{watch.gone}. If a connection broke, that is most likely why.")
         elif cause is not None and not from_peer and cause.error != text:
             error.add_note(f"{cause}. That came first and is most likely the cause.")
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Its class and the first line of its message, shortened."""
+    line = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 4]} ..."
 
 
 class _Watch(threading.Thread):

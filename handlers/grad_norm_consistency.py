@@ -14,6 +14,7 @@ from ignite_train.arguments import named_ranks, real_number
 from ignite_train.errors import TrainingError
 from ignite_train.events import Event, TrainEvents
 from ignite_train.kinds_of_handlers import PiggybackHandler
+from ignite_train.model.sparse_parameters import sparse_gradient_values
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -178,7 +179,8 @@ class GradNormConsistency(PiggybackHandler):
 
 
 def _norm(gradient: Tensor) -> float:
-    return float(torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)))
+    values = sparse_gradient_values(gradient)
+    return float(torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32)))
 
 
 def _outliers(norms: Sequence[float]) -> list[int]:

@@ -17,6 +17,7 @@ from ignite_train.internals.of_torch import foreach_norm, foreach_sub_
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.kinds_of_handlers.handler import handle_in_every_nth_update
 from ignite_train.model.averaged_tensors import local_tensors, plain_name
+from ignite_train.model.sparse_parameters import sparse_gradient_values
 from ignite_train.ranks import collectives
 from ignite_train.ranks.root_mesh import copies
 from ignite_train.trainer import Trainer
@@ -108,12 +109,15 @@ class GradientMonitor(Handler):
         self._monitored = [parameter for _, parameter in named]
         with torch.no_grad():
             weights = local_tensors(self._monitored)
-            gradients = local_tensors(_NONE.to(p.device, p.dtype) if p.grad is None else p.grad for p in self._monitored)
+            gradients = local_tensors(_gradient(parameter) for parameter in self._monitored)
             factor = trainer.process.mean_factor()
             self._found = [_norms(gradients) * factor, _norms(weights)]
             if self.with_histograms:
                 self._found += [_counts(weight) for weight in weights]
-                self._found += [_counts(gradient * factor) for gradient in gradients]
+                self._found += [
+                    _counts(gradient * factor, 0 if p.grad is None or not p.grad.is_sparse else p.numel() - gradient.numel())
+                    for gradient, p in zip(gradients, self._monitored, strict=True)
+                ]
             self._weights = [weight.clone() for weight in weights]
 
     def _after_step(self, trainer: Trainer) -> None:
@@ -160,6 +164,14 @@ class GradientMonitor(Handler):
         return {name: Histogram(_EDGES, tuple(map(round, sums))) for name, sums in counts.items()}
 
 
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient, of a sparse one the rows that are there; a tensor without elements if it is missing."""
+    gradient = parameter.grad
+    if gradient is None:
+        return _NONE.to(parameter.device, parameter.dtype)
+    return sparse_gradient_values(gradient)
+
+
 def _norms(tensors: list[Tensor]) -> Tensor:
     """The L2 norm of each, not read."""
     wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
@@ -169,9 +181,16 @@ def _norms(tensors: list[Tensor]) -> Tensor:
     )
 
 
-def _counts(tensor: Tensor) -> Tensor:
-    """How many elements lie between the edges, not read: it sorts, because counting is not deterministic on CUDA."""
+def _counts(tensor: Tensor, zeros: int = 0) -> Tensor:
+    """How many elements lie between the edges, not read: it sorts, because counting is not deterministic on CUDA.
+
+    Args:
+        tensor: the elements.
+        zeros: how many elements that are zero there are beside them.
+    """
     values = tensor.reshape(-1).float() if tensor.dtype != torch.float64 else tensor.reshape(-1)
     edges = torch.tensor(_EDGES, dtype=values.dtype, device=values.device)
     below = torch.searchsorted(values.sort().values, edges)
-    return below.diff()
+    counts = below.diff()
+    counts[len(_MAGNITUDES)] += zeros
+    return counts

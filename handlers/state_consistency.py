@@ -172,6 +172,7 @@ class StateConsistency(PiggybackHandler):
         self.payload_size = 3 * _WORDS + 1
         self._due: _Check | None = None  # not yet sent
         self._sent: _Check | None = None  # on its way
+        self._has_moved = False  # whether there was an update since `settle`
 
     def attach(self, trainer: Trainer, event: Event = every(100, Events.ITERATION_COMPLETED)) -> RemovableEventHandle:
         """Takes the digest at `event`, which must fire in the same updates on all ranks, before other handlers there."""
@@ -189,6 +190,7 @@ class StateConsistency(PiggybackHandler):
         (Cauchy–Schwarz). Float64 adds both exactly. The words of the shards are multiplied so that they sum to zero over ranks
         that hold the same, see `_Shard.factor`.
         """
+        self._has_moved = True
         if self._due is not None:
             self._sent, self._due = self._due, None
         if self._sent is None:
@@ -228,11 +230,18 @@ class StateConsistency(PiggybackHandler):
     def settle(self) -> None:
         """Compares a digest that has not travelled yet: after the last update, or before a save. Collective.
 
+        The handler that is attached by default takes one for this, unless the latest update was compared already. One that the
+        user attaches does not: outside of its event the ranks may differ by design.
+
         Raises:
             StateMismatchError: the digests differ, or some rank has none because its counters differ.
             ValueError: the states agree, and yet some rank had no digest.
         """
+        is_compared = self._due is not None or self._sent is not None or not self._has_moved
+        if not is_compared and self in self.trainer.default_handlers:
+            self(self.trainer)
         self.on_reduced(collectives.total(self.payload()))
+        self._has_moved = False
 
     def _compare(self, check: _Check) -> None:
         """Exchanges all digests and raises if any differ. Collective."""

@@ -353,7 +353,7 @@ def _histograms(group: str, tensors: Mapping[str, Tensor]) -> Iterator[Any]:
     from torch.utils.tensorboard.summary import histogram
 
     for name, tensor in zip(tensors, local_tensors(tensors.values()), strict=True):
-        values = tensor.detach()
+        values = tensor.detach().to_dense()  # of a sparse gradient
         values = (torch.view_as_real(values) if values.is_complex() else values).float().cpu().flatten()
         values = values[values.isfinite()]
         if len(values):

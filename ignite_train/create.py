@@ -116,8 +116,8 @@ def create_trainer(
             options. While something needs a result from inside the graph, as a handler of FORWARD_COMPLETED does, updates are
             compiled as with True, and the log says why. Not with `create_graph`.
         protect: with several ranks, whether `FailureBoard`, `HangWatch`, `GradNormConsistency` (in each update) and
-            `StateConsistency` (parameters, learning rates and counters, after the first 3 updates of a process and every 1000)
-            are attached: True, False, or a mapping of their settings by name in snake_case, such as
+            `StateConsistency` (parameters, learning rates and counters, after the first 3 updates, then ever fewer, every 1000
+            and at the end) are attached: True, False, or a mapping of their settings by name in snake_case, such as
             `{"hang_watch": {"timeout_seconds": 120}, "state_consistency": {"every": 500}, "failure_board": False}`. One that
             you attach yourself replaces the default. All ranks pass the same.
         seed: make random numbers inside an update a function of (seed, update, micro-batch, rank): dropout and whatever else

@@ -27,8 +27,8 @@ Protect = bool | Mapping[str, Mapping[str, Any] | bool]
 
 _CHECKS = ("grad_norm_consistency", "state_consistency")
 _NAMES = ("failure_board", "hang_watch", *_CHECKS)
-_FIRST_UPDATES = 3  # of a process, whose state is compared: a mistake in the set-up shows there
-_EVERY = 1000  # the updates whose number is a multiple of this are compared after that
+_EARLY = (1, 2, 3, 10, 30, 100, 300)  # updates of a process whose state is compared: a mistake in the set-up shows there
+_EVERY = 1000  # the updates whose number is a multiple of this are compared too; and each save, and the end of a run
 _NOT_SETTINGS = {"model", "optimizer"}  # the trainer has them
 
 
@@ -106,7 +106,7 @@ def _make(trainer: Trainer, name: str, settings: dict[str, Any]) -> tuple[Any, t
     handler = StateConsistency(model, optimizer, **(usual | settings))
     if trainer.config["reduction"] == "local":  # it looks where the replicas are equal, which is rare
         return handler, (Events.ITERATION_COMPLETED,)
-    return handler, (Events.ITERATION_COMPLETED(event_filter=_FirstAndEvery(_FIRST_UPDATES, every)),)
+    return handler, (Events.ITERATION_COMPLETED(event_filter=_FirstAndEvery(_EARLY, every)),)
 
 
 def _settings_of(kind: type) -> list[str]:
@@ -121,13 +121,13 @@ def _check_settings(name: str, settings: Mapping[str, Any], allowed: Collection[
 
 
 class _FirstAndEvery:
-    """A filter of events: the first few updates of this process, and those whose number is a multiple of `every`."""
+    """A filter of events: some of the first updates of this process, and those whose number is a multiple of `every`."""
 
-    def __init__(self, first: int, every: int) -> None:
-        self._first, self._every = first, every
-        self._begin: int | None = None
+    def __init__(self, first: Collection[int], every: int) -> None:
+        self._first, self._every = frozenset(first), every
+        self._before: int | None = None  # updates of earlier processes
 
     def __call__(self, engine: Any, event: int) -> bool:  # noqa: ARG002  # Ignite calls it with both
-        if self._begin is None:
-            self._begin = event
-        return self._begin <= event < self._begin + self._first or event % self._every == 0
+        if self._before is None:
+            self._before = event - 1
+        return event - self._before in self._first or event % self._every == 0

@@ -565,8 +565,9 @@ class Trainer(Loop):
     def verify_ranks(self) -> None:
         """Compares now what the consistency checks would send with the next update. To be called before the state is saved.
 
-        An error is raised on all ranks. One small all-reduce for each check that is attached; without any it does
-        nothing. Collective.
+        The `StateConsistency` that is attached by default compares the state of this moment, unless the latest update was
+        compared already. An error is raised on all ranks. One small all-reduce for each check that is attached; without any it
+        does nothing. Collective.
         """
         for piggyback in self.piggybacks:
             piggyback.settle()

@@ -8,12 +8,12 @@ import logging
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from ignite.engine import Engine, EventEnum, EventsList, RemovableEventHandle
+from ignite.engine import CallableEventWithFilter, Engine, EventEnum, EventsList, RemovableEventHandle
 from ignite.engine import State as IgniteState
 
 from ignite_train.arguments import did_you_mean, settings_of
@@ -41,8 +41,11 @@ __all__ = [
     "entries",
     "is_of_library",
     "numbered_name",
+    "occasions",
     "stateful_handlers",
 ]
+
+_FILTER = "event_filter"  # the attribute of a handler with a filter that is the filter
 
 
 class Stage(IntEnum):
@@ -274,6 +277,7 @@ class Dispatcher(OpenEngine):
                 handler(*args, **kwargs)
 
         vars(if_due)[PARENT] = weakref.ref(handler)
+        vars(if_due)[_FILTER] = event_filter
         return if_due
 
 
@@ -363,6 +367,25 @@ def attached(engine: Engine) -> list[tuple[Any, Any, tuple[Any, ...]]]:
             given = args[1:] if args and isinstance(args[0], weakref.ref) else args  # such a reference is to the engine
             found.append((event, inspect.unwrap(handler), (*given, *kwargs.values())))
     return found
+
+
+def occasions(engine: Engine) -> Iterator[tuple[Any, str, str]]:
+    """The handlers that are attached to an engine of ours: each with the name of its event, and its filter in words."""
+    for event, entries in handlers_by_event(engine).items():
+        for handler, _, _ in entries:
+            yield inspect.unwrap(handler), event.name if isinstance(event, EventEnum) else str(event), _filter_in_words(handler)
+
+
+def _filter_in_words(handler: Any) -> str:
+    if isinstance(handler, _EveryNthHandler):
+        return f"every={handler.number}{', early' if handler.early else ''}"
+    event_filter = vars(handler).get(_FILTER) if isinstance(handler, types.FunctionType) else None
+    if event_filter is None:
+        return "always"
+    if isinstance(event_filter, types.FunctionType) and event_filter.__module__ == CallableEventWithFilter.__module__:
+        numbers = inspect.getclosurevars(event_filter).nonlocals  # such as `once`, and `after_` beside `before_`
+        return ", ".join(f"{name.strip('_')}={number}" for name, number in numbers.items())
+    return "a function"
 
 
 def is_of_library(handler: Any) -> bool:

@@ -170,7 +170,8 @@ class PiggybackHandler(Handler, Piggyback):
         self.trainer = trainer
         if collectives.world_size() > 1 and self not in trainer.piggybacks:
             trainer.piggybacks.append(self)
-            trainer.prepend_event_handler(Events.COMPLETED, self.settle)
+            # In the order of attaching, as `verify_ranks` and the updates do: the first finding is the closest to the cause.
+            trainer.add_evaluation_handler(Events.COMPLETED, self.settle)
         self._handle = trainer.prepend_event_handler(event, self)
         return self._handle
 

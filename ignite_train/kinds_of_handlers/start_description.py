@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
-from ignite_train.engine.dispatch import Attachable, attached
+from ignite_train.engine.dispatch import Attachable, is_of_library, occasions
 from ignite_train.ranks.unlike_ranks import described_parameters
 from ignite_train.ranks.wrapping import own_parameters
 from ignite_train.trainer import Trainer
@@ -22,15 +22,14 @@ _OF_EACH_RANK = {"seed"}  # which may differ
 
 
 def start_description(trainer: Trainer) -> dict[str, str]:
-    """Settings, collective handlers and the model's parameters by name; see `Attachable.is_collective`."""
+    """Settings, limits, collective handlers and the model's parameters by name; see `Attachable.is_collective`."""
     description: dict[str, str] = {}
     update = vars(trainer.process)  # of an `Update`, whose folder this one does not import
     settings = {**trainer.config, **{name: update[name] for name in _OF_UPDATE if name in update}}
     for name, value in settings.items():
         if name not in _OF_EACH_RANK:
             description |= _plain(name, value)
-    for name, count in sorted(Counter(_collective_handlers(trainer)).items()):
-        description[f"the handler {name}"] = str(count)
+    description |= _limits(trainer) | _described_handlers(trainer)
     model = trainer.parts.get("model")
     if isinstance(model, nn.Module):
         description |= described_parameters(model, own_parameters(update.get("model", model)))
@@ -54,14 +53,27 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _collective_handlers(trainer: Trainer) -> Iterator[str]:
-    """The class of each handler that all ranks must attach, once."""
-    functions = [*(handler for _, handler, _ in attached(trainer)), *trainer.on_enter]
-    owners = {id(owner): owner for function in functions for owner in (function, _owner(function))}
+def _limits(trainer: Trainer) -> dict[str, str]:
+    """The limits that `run` or `session` was given. The length of an epoch that comes from that of a loader may differ."""
+    state, stream = trainer.state, trainer.data.stream
+    limits = {"max_epochs": state.max_epochs, "max_iters": state.max_iters}
+    limits["epoch_length"] = None if stream is None else stream.updates_per_epoch
+    return {name: str(limit) for name, limit in limits.items() if limit is not None}
+
+
+def _described_handlers(trainer: Trainer) -> dict[str, str]:
+    """How many handlers of each class all ranks must attach, when these are called, and the settings of our own ones."""
+    owners: dict[int, Any] = {}
+    found: dict[str, list[str]] = {}
+    for function, event, event_filter in [*occasions(trainer), *((function, "", "") for function in trainer.on_enter)]:
+        for owner in (function, function.__self__ if isinstance(function, MethodType) else None):
+            if isinstance(owner, Attachable) and owner.is_collective:
+                owners[id(owner)] = owner
+                if event:
+                    found.setdefault(f"the handler {type(owner).__name__} at {event}", []).append(event_filter)
     for owner in owners.values():
-        if isinstance(owner, Attachable) and owner.is_collective:
-            yield type(owner).__name__
-
-
-def _owner(function: Any) -> Any:
-    return function.__self__ if isinstance(function, MethodType) else None
+        for name, value in owner.settings().items() if is_of_library(owner) else ():
+            found.setdefault(f"the handler {type(owner).__name__}.{name}", []).append(repr(value))
+    counts = Counter(f"the handler {type(owner).__name__}" for owner in owners.values())
+    described = {name: str(count) for name, count in sorted(counts.items())}
+    return described | {name: ", ".join(sorted(values)) for name, values in found.items()}

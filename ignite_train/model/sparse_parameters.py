@@ -30,8 +30,11 @@ def sparse_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def sparse_gradient_values(gradient: Tensor) -> Tensor:
-    """The rows of a coalesced sparse gradient, or all elements of a dense one: numbers of the same norm."""
-    return gradient.values() if gradient.is_sparse else gradient
+    """The rows of a sparse gradient, or all elements of a dense one: numbers of the same norm.
+
+    They share the memory of one that is dense or coalesced.
+    """
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def tensor_of_rows(indices: Tensor, values: Tensor, shape: Sequence[int], *, is_coalesced: bool | None = None) -> Tensor:

@@ -59,6 +59,6 @@ def _difference(of_ranks: Sequence[Mapping[str, str]]) -> str:
         parts.append(f"{name}: {' and '.join(values)}")
     more = f"; and {len(names) - _MOST} more differences" if len(names) > _MOST else ""
     return (
-        f"trainer must be made alike on all ranks, got {'; '.join(parts)}{more}; give all ranks the same settings, handlers "
-        "and model"
+        f"trainer must be made alike on all ranks, got {'; '.join(parts)}{more}; give all ranks the same settings, limits, "
+        "handlers and model"
     )

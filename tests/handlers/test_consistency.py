@@ -580,6 +580,33 @@ def test_the_last_check_is_settled_before_the_run_completes() -> None:
     assert run_ranks(disturb_at_the_end) == [(6, ("parameter first.weight",), [])] * 2
 
 
+def change_a_sparse_gradient() -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(6, 2, sparse=True), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def forward(model: nn.Module, rows: Tensor) -> ForwardOutput:
+        return ForwardOutput(model(rows).square().sum(), len(rows))
+
+    trainer = create_trainer(model, optimizer, forward, protect=False, **with_options(reduction="explicit"))
+    GradNormConsistency().attach(trainer)
+
+    @trainer.on(TrainEvents.GRADIENTS_REDUCED)
+    def change() -> None:
+        if idist.get_rank() == 1 and trainer.state.iteration > 1:
+            model[0].weight.grad.mul_(2)  # type: ignore[union-attr]
+
+    data = [torch.tensor([0, 2, 2 + idist.get_rank()])] * 4
+    error = raised(GradNormMismatchError, lambda: trainer.run(data))
+    return error.update, error.parameters
+
+
+@pytest.mark.slow
+def test_a_sparse_gradient_that_differs_is_named() -> None:
+    """Its norm is that of the rows that are there."""
+    assert run_ranks(change_a_sparse_gradient, timeout_seconds=120) == [(2, ("0.weight",))] * 2
+
+
 def attach_unalike(which: str) -> str:
     job = Job("explicit")
     handler = GradNormConsistency() if which == "norm" else job.state

@@ -247,6 +247,24 @@ def test_mistakes(options: dict[str, Any], error: type[Exception], message: str)
         CurvatureMonitor(**{"forward": forward, **options})
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["model", "block"])
+def test_sparse_gradients_are_refused(whole: bool) -> None:
+    """There are no second derivatives of them in torch; a block without them is taken."""
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 4))
+
+    def looked_up(model: nn.Module, rows: Tensor) -> ForwardOutput:
+        return ForwardOutput(model(rows).square().sum(), len(rows))
+
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), looked_up)
+    with pytest.raises(
+        ValueError, match=r"blocks must have dense gradients, got '0.weight' of an embedding with sparse=True; "
+    ) as error:
+        CurvatureMonitor(looked_up, blocks=None if whole else {"table": model[0]}).attach(trainer)
+    assert "\n" not in str(error.value)
+    CurvatureMonitor(looked_up, every=1, blocks={"last": model[1]}).attach(trainer)
+    assert trainer.run([torch.tensor([0, 2, 2])]).metrics["curvature/last"] > 0
+
+
 def test_a_forward_that_writes_into_its_micro_batch_is_refused() -> None:
     """Each product would be that of other values."""
 

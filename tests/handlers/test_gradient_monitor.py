@@ -286,6 +286,81 @@ def test_two_ranks(kind: str) -> None:
     }
 
 
+ROWS = 6
+INDICES = [
+    torch.tensor(rows) for rows in ([0, 2, 2], [2, 5, 1], [4, 4, 0], [1, 2, 4], [3, 3, 3], [0, 5, 2], [1, 1, 2], [4, 0, 0])
+]
+
+
+class Table(nn.Module):
+    """An embedding and a linear layer."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.table, self.last = nn.Embedding(ROWS, 2, sparse=sparse).double(), nn.Linear(2, 1).double()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.last(self.table(rows)).squeeze(1)
+
+
+def table_loss(model: nn.Module, rows: Tensor) -> ForwardOutput:
+    return ForwardOutput((model(rows) - rows).square().sum(), len(rows))
+
+
+def table_by_hand() -> tuple[list[dict[str, float]], list[int]]:
+    """What is published after each second update of four micro-batches, with dense gradients; the latest histogram."""
+    model, found = Table(sparse=False), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for update in range(1, 3):
+        rows = torch.cat(INDICES[4 * (update - 1) : 4 * update])
+        optimizer.zero_grad()
+        ((model(rows) - rows).square().sum() / len(rows)).backward()
+        before = {name: [p.detach().clone() for p in layer.parameters()] for name, layer in model.named_children()}
+        optimizer.step()
+        metrics: dict[str, float] = {"dead_layers": 0}
+        for name, layer in model.named_children():
+            metrics[f"layer_grad_norm/{name}"] = norm([p.grad for p in layer.parameters() if p.grad is not None])
+            metrics[f"layer_weight_norm/{name}"] = norm(before[name])
+            moved = norm([p.detach() - was for p, was in zip(layer.parameters(), before[name], strict=True)])
+            metrics[f"update_ratio/{name}"] = moved / metrics[f"layer_weight_norm/{name}"]
+        if update % EVERY == 0:
+            found.append(metrics)
+    elements = model.table.weight.grad.flatten().tolist()  # type: ignore[union-attr]
+    edges = [-math.inf, *(-(2.0**e) for e in range(6, -31, -1)), *(2.0**e for e in range(-30, 7)), math.inf]
+    return found, [sum(low <= x < high for x in elements) for low, high in pairwise(edges)]
+
+
+def sparse_on_this_rank(kind: str) -> Any:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    model: nn.Module = Table(sparse=True)
+    options = {"reduction": kind} if kind == "explicit" else {}
+    model = DistributedDataParallel(model) if kind == "ddp" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    trainer = create_trainer(model, optimizer, table_loss, accumulation_steps=4 // size, options=UpdateOptions(**options))
+    found, monitor = run(trainer, INDICES[rank::size], with_histograms=True)
+    return found, list(monitor.histograms["gradient/table"].counts)
+
+
+def test_sparse_gradients() -> None:
+    """The numbers of dense ones, with rows that occur in several micro-batches and rows that occur in none."""
+    (found, counts), (expected, expected_counts) = sparse_on_this_rank("alone"), table_by_hand()
+    check(found, expected)
+    assert counts == expected_counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "explicit"])
+def test_sparse_gradients_of_two_ranks(kind: str) -> None:
+    """Both ranks have the numbers of one process with all data."""
+    first, second = run_ranks(sparse_on_this_rank, kind, timeout_seconds=120)
+    assert first == second
+    expected, counts = table_by_hand()
+    check(first[0], expected)
+    assert first[1] == counts
+
+
 @pytest.mark.slow
 def test_resumed_between_two_looks(tmp_path: Path) -> None:
     """A logger reads the same after a resume as in a run that did not break off."""

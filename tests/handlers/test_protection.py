@@ -324,16 +324,96 @@ def compared_by_default(protect: Any) -> list[int]:
 
 
 @pytest.mark.slow
-def test_the_first_three_updates_are_compared_and_each_thousandth() -> None:
+def test_the_first_three_updates_are_compared_then_ever_fewer_and_each_thousandth() -> None:
     """By default; `every` is another number of them."""
-    assert run_ranks(compared_by_default, True) == [[1, 2, 3, 1000, 2000]] * 2
-    assert run_ranks(compared_by_default, {"state_consistency": {"every": 900}}) == [[1, 2, 3, 900, 1800]] * 2
+    assert run_ranks(compared_by_default, True) == [[1, 2, 3, 10, 30, 100, 300, 1000, 2000]] * 2
+    assert run_ranks(compared_by_default, {"state_consistency": {"every": 900}}) == [[1, 2, 3, 10, 30, 100, 300, 900, 1800]] * 2
+
+
+def differ_from_update_5(how: str, directory: Path) -> tuple[str, list[int], list[str]]:
+    """The first line of the error, the updates whose state was compared, and what was done with the state at the end."""
+    trainer, module = make("explicit" if how == "explicit" else "ddp")
+    done: list[str] = []
+    if how == "saved":
+        Checkpoint(directory, every=6, asynchronous=False).attach(trainer)
+    trainer.add_event_handler(Events.COMPLETED, lambda: done.append("completed"))
+
+    @trainer.on(TrainEvents.STEP_COMPLETED)
+    def change() -> None:
+        if trainer.state.iteration >= 5 and idist.get_rank() == 0:
+            with torch.no_grad():
+                module.weight.clamp_(-0.05, 0.05)
+        if trainer.state.iteration == 7 and how == "stopped":
+            trainer.terminate()
+        if trainer.state.iteration == 7 and how == "raised":
+            raise OSError("the disk is full")
+
+    compared = compared_updates(trainer)
+    try:
+        if how == "session":
+            with trainer.session():
+                for micro_batch in loader(8):
+                    trainer.update([micro_batch])
+        else:
+            trainer.run(loader(8), max_epochs=1)
+    except (StateMismatchError, OSError) as error:
+        return str(error).partition(";")[0], compared, [*done, *(path.name for path in directory.glob("update-*"))]
+    return "", compared, done
+
+
+def compared_updates(trainer: Trainer) -> list[int]:
+    """The updates after which the default check makes a digest; filled during the run."""
+    (check,) = (handler for handler in trainer.default_handlers if isinstance(handler, StateConsistency))
+    compared: list[int] = []
+    make_digest = check._check
+
+    def noted(trainer: Trainer) -> Any:
+        compared.append(trainer.state.iteration)
+        return make_digest(trainer)
+
+    check._check = noted  # type: ignore[method-assign]
+    return compared
+
+
+@pytest.mark.parametrize(
+    ("how", "update"), [("ddp", 8), ("explicit", 8), ("session", 8), ("stopped", 8), ("saved", 6)], ids=lambda value: str(value)
+)
+def test_ranks_that_drift_apart_are_noticed_before_a_save_and_at_the_end(how: str, update: int, tmp_path: Path) -> None:
+    """Also of a run that ends before the next update that is compared by its number. Nothing is saved of such a state."""
+    expected = f"update {update}: the ranks differ in parameter weight", [1, 2, 3, update], []
+    for error, *rest in run_ranks(differ_from_update_5, how, tmp_path, timeout_seconds=120):
+        assert (error, *rest) == expected
+
+
+def test_a_run_that_ends_with_an_exception_compares_nothing(tmp_path: Path) -> None:
+    """Another rank may be gone."""
+    assert run_ranks(differ_from_update_5, "raised", tmp_path, timeout_seconds=120) == [("the disk is full", [1, 2, 3], [])] * 2
+
+
+def compared_in_whole(updates: int, every: int, directory: Path) -> list[int]:
+    trainer, _ = make()
+    compared = compared_updates(trainer)
+    if every:
+        Checkpoint(directory, every=every).attach(trainer)
+    trainer.run(loader(updates), max_epochs=1)
+    trainer.run(loader(updates), max_epochs=1)  # has nothing to do
+    trainer.verify_ranks()
+    return compared
+
+
+@pytest.mark.parametrize(
+    ("updates", "every", "compared"),
+    [(8, 0, [1, 2, 3, 8]), (3, 0, [1, 2, 3]), (8, 4, [1, 2, 3, 4, 8]), (7, 3, [1, 2, 3, 6, 7])],
+)
+def test_no_update_is_compared_twice(updates: int, every: int, compared: list[int], tmp_path: Path) -> None:
+    """Neither one that was compared by its number, nor one that was saved."""
+    assert run_ranks(compared_in_whole, updates, every, tmp_path, timeout_seconds=120) == [compared] * 2
 
 
 @pytest.mark.parametrize("begin", [1, 6])
 def test_the_first_updates_of_a_process_are_compared_and_then_one_of_many(begin: int) -> None:
-    """As many as are said, also of a process that resumes; then the multiples of a number."""
-    filter_ = protection._FirstAndEvery(3, 5)
+    """Those that are named, also of a process that resumes; then the multiples of a number."""
+    filter_ = protection._FirstAndEvery((1, 2, 3), 5)
     due = [update for update in range(begin, 21) if filter_(None, update)]
     assert due == ([1, 2, 3, 5, 10, 15, 20] if begin == 1 else [6, 7, 8, 10, 15, 20])
 

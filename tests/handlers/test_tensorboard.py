@@ -233,6 +233,28 @@ def test_histograms_are_those_of_the_update(tmp_path: Path) -> None:
     assert {tag.partition("/")[2] for tag in events.Tags()["histograms"]} == {"weight", "bias"}
 
 
+def test_histograms_of_sparse_gradients_are_those_of_dense_ones(tmp_path: Path) -> None:
+    """Rows that no micro-batch looks up are zeros."""
+    shown = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Embedding(6, 2, sparse=sparse)
+        trainer = create_trainer(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            lambda model, rows: ForwardOutput(model(rows).square().sum(), len(rows)),
+            accumulation_steps=2,
+        )
+        TensorBoard(tmp_path / str(sparse), histograms=1).attach(trainer)
+        trainer.run([torch.tensor([0, 2, 2]), torch.tensor([2, 5])])
+        events = EventAccumulator(str(tmp_path / str(sparse)), {"histograms": 0})
+        events.Reload()
+        (point,) = events.Histograms("weights.gradients/weight")
+        shown.append(point.histogram_value)
+    assert shown[0] == shown[1]
+    assert shown[0].num == 12
+
+
 def test_histograms_of_a_mean_loss_and_of_an_update_without_samples(tmp_path: Path) -> None:
     """A bare loss counts as one sample; without a sample nothing moves."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import ignite.distributed as idist
 import pytest
 import torch
+from ignite.engine import Events
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cuts
 from ignite_train import Trainer, UpdateOptions, create_evaluator, create_trainer
-from ignite_train.handlers import GradientMonitor, JsonLines, ProgressLog, Validation
+from ignite_train.events import every
+from ignite_train.handlers import Checkpoint, GradientMonitor, JsonLines, ProgressLog, StateConsistency, Validation
 from ranks import run_ranks
 
 FEATURES = cuts.FEATURES
@@ -29,8 +31,8 @@ def make(model: nn.Module | None = None, **settings: Any) -> Trainer:
     return create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), cuts.forward, **settings)
 
 
-def validate(trainer: Trainer) -> None:
-    Validation(create_evaluator(cuts.linear(), cuts.forward), cuts.shard([[2], [2]])).attach(trainer)
+def validate(trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
+    Validation(create_evaluator(cuts.linear(), cuts.forward), cuts.shard([[2], [2]])).attach(trainer, event)
 
 
 def other_settings(rank: int) -> Trainer:
@@ -90,6 +92,123 @@ def test_what_differs_is_named_on_all_ranks(begin: Callable[[int], Trainer]) -> 
     first, second = run_ranks(train, begin)
     assert first == second
     assert SAID[begin] in first, first
+
+
+LENGTHS = (5, 4)  # of the ranks' shards, from which scripts compute numbers
+
+
+def run_on_shard(trainer: Trainer | None = None, **limits: Any) -> None:
+    (make() if trainer is None else trainer).run(cuts.shard([[2] * length for length in LENGTHS]), **limits)
+
+
+def in_session(rank: int) -> None:
+    trainer, micro_batches = make(), cuts.shard([[2] * length for length in LENGTHS])
+    with trainer.session(max_iters=LENGTHS[rank]):
+        for micro_batch in micro_batches:
+            trainer.update([micro_batch])
+
+
+def validated(event: Any) -> None:
+    trainer = make()
+    validate(trainer, event)
+    run_on_shard(trainer, max_epochs=2)
+
+
+def saved(rank: int, directory: Path) -> None:
+    trainer = make()
+    Checkpoint(directory, every=2 + rank).attach(trainer)
+    run_on_shard(trainer, max_epochs=2)
+
+
+def compared(rank: int) -> None:
+    trainer = make()
+    StateConsistency(trainer.model, [*trainer.optimizers.values()]).attach(
+        trainer, every(10 + rank, Events.ITERATION_COMPLETED)
+    )
+    run_on_shard(trainer, max_epochs=2)
+
+
+NUMBERS: dict[str, tuple[Callable[[int, Path], None], str]] = {
+    "max_iters": (
+        lambda rank, _: run_on_shard(max_iters=3 * LENGTHS[rank]),
+        "got max_iters: 15 on rank 0 and 12 on rank 1; give",
+    ),
+    "max_epochs": (lambda rank, _: run_on_shard(max_epochs=2 + rank), "got max_epochs: 2 on rank 0 and 3 on rank 1; give"),
+    "epoch_length": (
+        lambda rank, _: run_on_shard(max_epochs=2, epoch_length=LENGTHS[rank]),
+        "got epoch_length: 5 on rank 0 and 4 on rank 1; give",
+    ),
+    "one epoch_length": (
+        lambda rank, _: run_on_shard(max_epochs=2, epoch_length=5 if rank else None),
+        "got epoch_length: none on rank 0 and 5 on rank 1; give",
+    ),
+    "session": (lambda rank, _: in_session(rank), "got max_iters: 5 on rank 0 and 4 on rank 1; give"),
+    "every of an event": (
+        lambda rank, _: validated(Events.ITERATION_COMPLETED(every=LENGTHS[rank])),
+        "got the handler Validation at ITERATION_COMPLETED: every=5 on rank 0 and every=4 on rank 1; give",
+    ),
+    "once": (
+        lambda rank, _: validated(Events.ITERATION_COMPLETED(once=LENGTHS[rank])),
+        "got the handler Validation at ITERATION_COMPLETED: once=[5] on rank 0 and once=[4] on rank 1; give",
+    ),
+    "after": (
+        lambda rank, _: validated(Events.ITERATION_COMPLETED(every=2, after=rank)),
+        "got the handler Validation at ITERATION_COMPLETED: after=0, before=inf, every=2 on rank 0 and after=1,",
+    ),
+    "each and some": (
+        lambda rank, _: validated(Events.EPOCH_COMPLETED(every=1 + rank)),
+        "got the handler Validation at EPOCH_COMPLETED: always on rank 0 and every=2 on rank 1; give",
+    ),
+    "a function and a number": (
+        lambda rank, _: validated(Events.EPOCH_COMPLETED(**({"every": 2} if rank else {"event_filter": is_second}))),
+        "got the handler Validation at EPOCH_COMPLETED: a function on rank 0 and every=2 on rank 1; give",
+    ),
+    "another event": (
+        lambda rank, _: validated(Events.ITERATION_COMPLETED if rank else Events.EPOCH_COMPLETED),
+        "the handler Validation at ITERATION_COMPLETED: none on rank 0 and always on rank 1; give",
+    ),
+    "our own every": (
+        lambda rank, _: compared(rank),
+        "got the handler StateConsistency at ITERATION_COMPLETED: every=10 on rank",
+    ),
+    "a cadence": (saved, "got the handler Checkpoint.every: 2 on rank 0 and 3 on rank 1; give"),
+}
+
+
+def is_second(_: Any, count: int) -> bool:
+    return count == 2
+
+
+def error_of(name: str, directory: Path) -> str:
+    try:
+        NUMBERS[name][0](idist.get_rank(), directory)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_by_which_ranks_meet_are_compared(name: str, tmp_path: Path) -> None:
+    """Limits of the run, and when a handler is called or saves: with numbers of its own shard a rank would wait in vain."""
+    first, second = run_ranks(error_of, name, tmp_path, timeout_seconds=120)
+    assert first == second
+    assert NUMBERS[name][1] in first, first
+
+
+def legal_numbers(directory: Path) -> list[int]:
+    """Shards of unequal lengths, the numbers of plain functions, and settings that are the script's."""
+    rank, done = idist.get_rank(), []
+    trainer = make()
+    validate(trainer, Events.ITERATION_COMPLETED(event_filter=lambda _, count: count % 2 == 0))
+    Checkpoint(directory, every_epochs=1, config={"rank": rank}).attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=LENGTHS[rank]), lambda: done.append(trainer.state.iteration))
+    run_on_shard(trainer, max_epochs=2)
+    return done
+
+
+def test_what_ranks_may_have_of_their_own_is_not_compared(tmp_path: Path) -> None:
+    """The lengths of the loaders, from which an epoch takes its own, and the numbers of plain functions."""
+    assert run_ranks(legal_numbers, tmp_path) == [[5, 10], [4, 8]]
 
 
 def own_handlers(rank: int, directory: Path) -> Trainer:
