@@ -29,6 +29,11 @@ class Dealing:
         self._mesh = mesh
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the process group among which samples are dealt out, as far as this process knows."""
+        return tuple(range(collectives.world_size()) if self._mesh is None else sorted(self._mesh.mesh.flatten().tolist()))
+
+    @property
     def rank(self) -> int:
         """Who this process is among those that get samples."""
         return share_of(self._mesh)[0]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sized
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from ignite_train.data.dealing import Dealing
 from ignite_train.data.samplers import HasEpoch, ShardedSampler, samplers_of
 from ignite_train.model.random_state import generators_within
 
-__all__ = ["Seekable", "attributes_of_samplers", "changes", "describe_data", "length_of"]
+__all__ = ["DealtOrder", "Seekable", "attributes_of_samplers", "changes", "dealt_order", "describe_data", "length_of"]
 
 _KNOWN = ("torch", "torchdata", "ignite", "ignite_train", "builtins")  # packages whose samplers take orders from generators
 _DRAWN = "order drawn from"
@@ -41,6 +42,13 @@ class _Described(Protocol):
     def describe(self) -> dict[str, Any]: ...
 
 
+@runtime_checkable
+class _Dealt(_Described, Protocol):
+    """A sampler that deals an order out to the ranks."""
+
+    dealing: Dealing
+
+
 def length_of(loader: Any) -> int | None:
     """Micro-batches in a pass over `loader`, or the length of a sampler or dataset; None if it has none."""
     if not isinstance(loader, Sized):
@@ -60,6 +68,26 @@ def describe_data(loader: Iterable[Any]) -> dict[str, Any]:
     if "samples" not in described or not has_size:
         described["micro_batches"] = length_of(loader)
     return described
+
+
+class DealtOrder(NamedTuple):
+    """The order of a loader whose samples are dealt out to ranks, each of which gets its own.
+
+    Attributes:
+        ranks: to which.
+        settings: on which the order depends, in plain types. They must be the same on these ranks.
+    """
+
+    ranks: tuple[int, ...]
+    settings: dict[str, Any]
+
+
+def dealt_order(loader: Iterable[Any] | None) -> DealtOrder | None:
+    """The order of a loader with `ShardedSampler` or `TokenBudgetSampler`; None of any other, whose ranks may differ."""
+    for sampler in samplers_of(loader) if isinstance(loader, DataLoader) else ():
+        if isinstance(sampler, _Dealt):
+            return DealtOrder(sampler.dealing.ranks, sampler.describe() | {"drop_last": describe_data(loader).get("drop_last")})
+    return None
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, jumps: bool) -> tuple[list[str], list[str]]:

@@ -233,6 +233,11 @@ class _KeyBatches(Sampler[list[tuple[int, int]]]):
     def __init__(self, batches: TokenBudgetSampler) -> None:
         self._batches = batches
 
+    @property
+    def dealing(self) -> Dealing:
+        """To whom they are dealt."""
+        return self._batches.dealing
+
     def describe(self) -> dict[str, Any]:
         """The facts that the order depends on, in plain types."""
         return self._batches.describe()

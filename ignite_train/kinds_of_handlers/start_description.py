@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from ignite_train.data.description import dealt_order
 from ignite_train.engine.dispatch import Attachable, is_of_library, occasions
-from ignite_train.ranks.unlike_ranks import described_parameters
+from ignite_train.ranks.unlike_ranks import Description, described_parameters
 from ignite_train.ranks.wrapping import own_parameters
 from ignite_train.trainer import Trainer
 
@@ -21,8 +22,11 @@ _OF_UPDATE = ("options", "loss_scaling")
 _OF_EACH_RANK = {"seed"}  # which may differ
 
 
-def start_description(trainer: Trainer) -> dict[str, str]:
-    """Settings, limits, collective handlers and the model's parameters by name; see `Attachable.is_collective`."""
+def start_description(trainer: Trainer) -> Description:
+    """Settings, limits, collective handlers and the model's parameters by name, and the order of samples that are dealt out.
+
+    See `Attachable.is_collective` about handlers.
+    """
     description: dict[str, str] = {}
     update = vars(trainer.process)  # of an `Update`, whose folder this one does not import
     settings = {**trainer.config, **{name: update[name] for name in _OF_UPDATE if name in update}}
@@ -33,7 +37,10 @@ def start_description(trainer: Trainer) -> dict[str, str]:
     model = trainer.parts.get("model")
     if isinstance(model, nn.Module):
         description |= described_parameters(model, own_parameters(update.get("model", model)))
-    return description
+    dealt = dealt_order(trainer.state.dataloader)
+    if dealt is None:
+        return Description(description)
+    return Description(description, dealt.ranks, {f"data.{name}": repr(value) for name, value in dealt.settings.items()})
 
 
 def _plain(name: str, value: Any) -> dict[str, str]:

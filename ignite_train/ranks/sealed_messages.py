@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ignite_train.internals.of_distributed import default_store
 from ignite_train.ranks import collectives
-from ignite_train.ranks.unlike_ranks import refuse_unlike_ranks
+from ignite_train.ranks.unlike_ranks import Description, refuse_unlike_ranks
 
 __all__ = ["SealedMessages"]
 
@@ -55,7 +55,7 @@ class SealedMessages:
         self.host = "rank 0" if self.host_rank == 0 else "the launcher" if over_tcp else "the file where the ranks met"
 
     @classmethod
-    def start(cls, describe: Callable[[], Mapping[str, str]] = dict) -> SealedMessages | None:
+    def start(cls, describe: Callable[[], Description] = Description) -> SealedMessages | None:
         """Opens the same corner on all ranks; None in a single process. Collective.
 
         Args:

@@ -5,21 +5,37 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from ignite_train.ranks import collectives
 
-__all__ = ["described_parameters", "refuse_unlike_ranks"]
+__all__ = ["Description", "described_parameters", "refuse_unlike_ranks"]
 
 _MOST = 3  # differences that an error names
 
 
-def refuse_unlike_ranks(description: Mapping[str, str], beside: bytes = b"") -> bytes:
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What must be the same on several ranks, in words by name.
+
+    Attributes:
+        of_all: on all ranks.
+        sharing: the ranks among which samples are dealt out, in increasing order; empty where that is not known.
+        of_data: on those of them that have such an entry.
+    """
+
+    of_all: Mapping[str, str] = field(default_factory=dict)
+    sharing: tuple[int, ...] = ()
+    of_data: Mapping[str, str] = field(default_factory=dict)
+
+
+def refuse_unlike_ranks(description: Description, beside: bytes = b"") -> bytes:
     """Compares a description over the ranks. Collective: one exchange of digests, and another one where they differ.
 
     Args:
-        description: what must be the same on all ranks, by name.
+        description: what must be the same.
         beside: bytes that rank 0 gives to all ranks in the same exchange.
 
     Returns:
@@ -28,11 +44,16 @@ def refuse_unlike_ranks(description: Mapping[str, str], beside: bytes = b"") -> 
     Raises:
         ValueError: the descriptions differ, on all ranks alike.
     """
-    digest = hashlib.sha256(json.dumps(sorted(description.items())).encode()).digest()
-    of_ranks = collectives.gather_objects((digest, beside))
-    if len({digest for digest, _ in of_ranks}) > 1:
-        raise ValueError(_difference(collectives.gather_objects(dict(description))))
-    return bytes(of_ranks[0][1])
+    digests = _digest(description.of_all), _digest(description.of_data)
+    of_ranks = collectives.gather_objects((*digests, description.sharing, beside))
+    of_data = {(sharing, digest) for _, digest, sharing, _ in of_ranks if sharing}
+    if len({digest for digest, *_ in of_ranks}) > 1 or len(of_data) > len({sharing for sharing, _ in of_data}):
+        raise ValueError(_difference(collectives.gather_objects(description)))
+    return bytes(of_ranks[0][-1])
+
+
+def _digest(described: Mapping[str, str]) -> bytes:
+    return hashlib.sha256(json.dumps(sorted(described.items())).encode()).digest()
 
 
 def described_parameters(model: nn.Module, own: Collection[str] = ()) -> dict[str, str]:
@@ -44,21 +65,26 @@ def described_parameters(model: nn.Module, own: Collection[str] = ()) -> dict[st
     }
 
 
-def _difference(of_ranks: Sequence[Mapping[str, str]]) -> str:
-    names = [
-        name
-        for name in dict.fromkeys(name for description in of_ranks for name in description)
-        if len({description.get(name) for description in of_ranks}) > 1
-    ]
-    parts = []
-    for name in names[:_MOST]:
-        ranks: dict[str, list[str]] = {}
-        for rank, description in enumerate(of_ranks):
-            ranks.setdefault(description.get(name, "none"), []).append(str(rank))
-        values = (f"{value} on rank {', '.join(numbers)}" for value, numbers in ranks.items())
-        parts.append(f"{name}: {' and '.join(values)}")
-    more = f"; and {len(names) - _MOST} more differences" if len(names) > _MOST else ""
+def _difference(of_ranks: Sequence[Description]) -> str:
+    parts = _differences({rank: description.of_all for rank, description in enumerate(of_ranks)})
+    for sharing in sorted({description.sharing for description in of_ranks if description.sharing}):
+        among = {rank: one.of_data for rank, one in enumerate(of_ranks) if one.sharing == sharing}
+        parts += _differences(among)
+    more = f"; and {len(parts) - _MOST} more differences" if len(parts) > _MOST else ""
     return (
-        f"trainer must be made alike on all ranks, got {'; '.join(parts)}{more}; give all ranks the same settings, limits, "
-        "handlers and model"
+        f"trainer must be made alike on all ranks, got {'; '.join(parts[:_MOST])}{more}; give all ranks the same settings, "
+        "limits, order of samples, handlers and model"
     )
+
+
+def _differences(of_ranks: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """Each name whose values differ, with the value of each of these ranks."""
+    parts = []
+    for name in dict.fromkeys(name for described in of_ranks.values() for name in described):
+        ranks: dict[str, list[str]] = {}
+        for rank, described in of_ranks.items():
+            ranks.setdefault(described.get(name, "none"), []).append(str(rank))
+        if len(ranks) > 1:
+            values = (f"{value} on rank {', '.join(numbers)}" for value, numbers in ranks.items())
+            parts.append(f"{name}: {' and '.join(values)}")
+    return parts

@@ -15,9 +15,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import cuts
-from ignite_train import Trainer, UpdateOptions, create_evaluator, create_trainer
+from ignite_train import (
+    ForwardOutput,
+    ResumableLoader,
+    ShardedSampler,
+    TokenBudgetSampler,
+    Trainer,
+    UpdateOptions,
+    create_evaluator,
+    create_trainer,
+)
 from ignite_train.events import every
 from ignite_train.handlers import Checkpoint, GradientMonitor, JsonLines, ProgressLog, StateConsistency, Validation
 from ranks import run_ranks
@@ -173,6 +183,92 @@ NUMBERS: dict[str, tuple[Callable[[int, Path], None], str]] = {
     ),
     "a cadence": (saved, "got the handler Checkpoint.every: 2 on rank 0 and 3 on rank 1; give"),
 }
+
+
+NUMBER = 24  # of samples
+
+
+def batch_forward(model: nn.Module, x: torch.Tensor) -> ForwardOutput:
+    return ForwardOutput(model(x).square().sum(), len(x))
+
+
+def resumable(number: int = NUMBER, size: int = 3, **settings: Any) -> ResumableLoader:
+    return ResumableLoader(torch.ones(number, FEATURES).double(), size, **{"shuffle": True, "seed": 7} | settings)
+
+
+def sharded(number: int = NUMBER, seed: int = 7) -> DataLoader[Any]:
+    data = torch.ones(number, FEATURES).double()
+    return DataLoader(data, 3, sampler=ShardedSampler(data, shuffle=True, seed=seed))  # type: ignore[arg-type]
+
+
+def budget(longest: int = 3, seed: int = 7, *, alone: bool = False) -> DataLoader[Any]:
+    data = torch.ones(NUMBER, FEATURES).double()
+    batches = TokenBudgetSampler([2] * (NUMBER - 1) + [longest], max_tokens=6, shuffle=True, seed=seed)
+    return DataLoader(data, batch_sampler=batches) if alone else ResumableLoader(data, batches=batches)  # type: ignore[arg-type]
+
+
+ORDERS: dict[str, tuple[Callable[[int], Any], str]] = {
+    "seed": (lambda rank: resumable(seed=rank), "got data.seed: 0 on rank 0 and 1 on rank 1; give"),
+    "shuffle": (lambda rank: resumable(shuffle=rank == 0), "got data.shuffle: True on rank 0 and False on rank 1; give"),
+    "length": (lambda rank: resumable(NUMBER + rank), "got data.samples: 24 on rank 0 and 25 on rank 1; give"),
+    "drop_last": (lambda rank: resumable(drop_last=rank == 0), "got data.drop_last: True on rank 0 and False on rank 1; give"),
+    "seed of a sampler": (lambda rank: sharded(seed=rank), "got data.seed: 0 on rank 0 and 1 on rank 1; give"),
+    "length of a sampler": (lambda rank: sharded(NUMBER + rank), "got data.samples: 24 on rank 0 and 25 on rank 1; give"),
+    "seed of batches": (lambda rank: budget(seed=rank), "got data.seed: 0 on rank 0 and 1 on rank 1; give"),
+    "lengths of batches": (lambda rank: budget(longest=3 + rank), "got data.lengths: "),
+    "batches of a DataLoader": (lambda rank: budget(seed=rank, alone=True), "got data.seed: 0 on rank 0 and 1 on rank 1; give"),
+}
+OWN_ORDERS: dict[str, Callable[[int], Any]] = {
+    "the same": lambda _: resumable(),
+    "batch sizes": lambda rank: resumable(size=3 + rank),
+    "an own DataLoader": lambda rank: DataLoader(torch.ones(NUMBER - rank, FEATURES).double(), 3, shuffle=rank == 0),
+    "one list": lambda rank: [torch.ones(2, FEATURES).double()] if rank else resumable(),
+}
+
+
+def error_of_reading(data: Any) -> str:
+    """The error of a run over the loader of this rank; empty if there is none."""
+    model = cuts.linear()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), batch_forward, options=EXPLICIT)
+    try:
+        trainer.run(data)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def read(name: str) -> str:
+    return error_of_reading((ORDERS[name][0] if name in ORDERS else OWN_ORDERS[name])(idist.get_rank()))
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_samples_that_are_dealt_out_must_be_in_one_order(name: str) -> None:
+    """Otherwise some are lost, and others are used twice."""
+    first, second = run_ranks(read, name, timeout_seconds=120)
+    assert first == second
+    assert ORDERS[name][1] in first, first
+
+
+@pytest.mark.parametrize("name", OWN_ORDERS)
+def test_data_of_a_ranks_own_is_not_compared(name: str) -> None:
+    """Nor the size of its micro-batches."""
+    assert run_ranks(read, name, timeout_seconds=120) == ["", ""]
+
+
+def read_in_groups(odd_rank: int | None) -> str:
+    """The ranks of a group deal out the files of the group, which are other ones in the other group."""
+    mesh, rank = init_device_mesh("cpu", (2, 2), mesh_dim_names=("files", "dp")), idist.get_rank()
+    seed = 5 if rank == odd_rank else rank // 2
+    return error_of_reading(resumable(NUMBER + rank // 2, seed=seed, mesh=mesh["dp"]))
+
+
+@pytest.mark.slow
+def test_ranks_that_deal_among_themselves_are_compared_with_each_other() -> None:
+    """Those along `mesh=`, and no others; all ranks are told."""
+    assert run_ranks(read_in_groups, None, world_size=4, timeout_seconds=120) == [""] * 4
+    errors = run_ranks(read_in_groups, 3, world_size=4, timeout_seconds=120)
+    assert len({*errors}) == 1
+    assert "got data.seed: 1 on rank 2 and 5 on rank 3; give" in errors[0]
 
 
 def is_second(_: Any, count: int) -> bool:
