@@ -419,6 +419,11 @@ def test_an_accuracy_that_is_the_same_in_both_halves_is_noticed(count: int) -> N
         assert not told_of(lambda numbers: (numbers.sum(), len(numbers)), right), right
 
 
+def test_an_accuracy_that_differs_in_the_sample_left_over_is_noticed() -> None:
+    """It is a third in both halves of six, and the seventh sample is right as the fourth is."""
+    assert told_of(lambda numbers: numbers.mean(), [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0])
+
+
 UNLIKE_MEANS: dict[str, Callable[[Tensor], Any]] = {
     "the micro-batches": lambda _: 1,
     "nothing": lambda _: 0,
