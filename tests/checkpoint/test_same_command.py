@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from bits import bit_by_bit
-from ignite_train import CheckpointError, Trainer, create_trainer
+from ignite_train import CheckpointError, Trainer, UpdateOptions, create_trainer
 from ignite_train.checkpoint import latest
 from ignite_train.handlers import Checkpoint
+from log_messages import messages_from_here
 from processes import forked
+from ranks import run_ranks
 
 A = [torch.linspace(-1, 1, 12).reshape(4, 3) * number for number in range(1, 5)]
 B = [torch.linspace(-2, 1, 9).reshape(3, 3) + number for number in range(3)]
@@ -52,11 +54,13 @@ def kill() -> None:
     raise Killed
 
 
-def build(directory: Path, killed_in: int | None = None, **options: Any) -> tuple[Trainer, list[int]]:
+def build(
+    directory: Path, killed_in: int | None = None, *, options: UpdateOptions | None = None, keep: int = 2
+) -> tuple[Trainer, list[int]]:
     """A trainer that is killed in an update, and the updates that it makes."""
     model = net()
-    trainer, made = create_trainer(model, sgd(model), loss), list[int]()
-    Checkpoint(directory, **{"every": 1, "asynchronous": False, **options}).attach(trainer)
+    trainer, made = create_trainer(model, sgd(model), loss, options=options), list[int]()
+    Checkpoint(directory, every=1, keep=keep, asynchronous=False).attach(trainer)
     if killed_in is not None:
         trainer.add_event_handler(Events.ITERATION_STARTED(once=killed_in), kill)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: made.append(trainer.state.iteration))
@@ -285,3 +289,35 @@ def test_a_fork_whose_process_is_killed(tmp_path: Path) -> None:
     trainer, made = fork(tmp_path / "first", tmp_path / "fork", None)
     assert made == [13, 14, 15, 16]
     assert result(trainer) == by_hand([(A, 4, 1.0)])
+
+
+# --- several ranks ---
+
+
+def _on_ranks(directory: str) -> tuple[list[int], list[str], Any]:
+    """Forks a run of two stages in the second one, is told to stop there, and is started again."""
+    root, lines, made = Path(directory), messages_from_here(), list[int]()
+
+    def script(name: str, resume: str, stopped_after: int) -> Trainer:
+        trainer, updates = build(root / name, keep=99, options=UpdateOptions(reduction="explicit"))
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stopped_after), trainer.terminate)
+        for data, epochs in ((A, 2), (B, 4)):
+            trainer.run(data, max_epochs=epochs, resume=resume if epochs == 2 else "auto")
+        made.extend(updates)
+        return trainer
+
+    script("first", "auto", 99)
+    fork = str(root / "first/update-00000010")
+    script("fork", fork, 12)
+    trainer = script("fork", fork, 99)
+    return made, [line for line in lines if "run began" in line or "a later call" in line], result(trainer)
+
+
+@pytest.mark.slow
+def test_all_ranks_continue_alike(tmp_path: Path) -> None:
+    """Both draw the same, so that their mean gradient is that of one."""
+    (made, lines, end), (_, others, _) = both = run_ranks(_on_ranks, str(tmp_path))
+    assert [rank[0] for rank in both] == [[*range(1, 15), 11, 12, 13, 14]] * 2 == [made] * 2
+    assert [rank[2] for rank in both] == [by_hand([(A, 2, 1.0), (B, 2, 1.0)])] * 2 == [end] * 2
+    assert [sum(part in line for line in lines) for part in ("run began", "a later call")] == [1, 2]
+    assert [sum(part in line for line in others) for part in ("run began", "a later call")] == [0, 2]
