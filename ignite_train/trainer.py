@@ -303,7 +303,7 @@ class Trainer(Loop):
             self.requests.begin()
             self.data.stream = None
             with super().session():
-                refuse_unstepped(self.model, self.optimizers.values())
+                refuse_unstepped(self.parts)
                 yield state
 
     @property
@@ -711,7 +711,7 @@ class Trainer(Loop):
 
     def _begin_epoch(self) -> None:
         super()._begin_epoch()
-        refuse_unstepped(self.model, self.optimizers.values())
+        refuse_unstepped(self.parts)
 
     def _open(self, data: Any) -> RunData:
         self.data.open(data)

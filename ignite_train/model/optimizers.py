@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -187,17 +187,23 @@ def check_optimizers(model: nn.Module, optimizer: Optimizer | Optimizers, *, clo
                     f"optimizer must step each parameter once, got {names[id(parameter)]!r} {where}; leave it out of one place"
                 )
             owners[id(parameter)] = label
-    refuse_unstepped(model, named.values())
+    refuse_unstepped({"model": model, **named})
 
 
-def refuse_unstepped(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+def refuse_unstepped(parts: Mapping[str, Any]) -> None:
     """Refuses trainable parameters that no optimizer steps. A script can replace, add or thaw layers at any time.
 
+    Args:
+        parts: of the run; the model, if there is one, as `"model"`.
+
     Raises:
-        ValueError: `model` has some.
+        ValueError: the model has some.
     """
+    model = parts.get("model")
+    if not isinstance(model, nn.Module):
+        return
     reshard(model)  # an evaluation may have left whole parameters in the place of the shards that the optimizer has
-    stepped = {id(parameter) for one in optimizers for group in one.param_groups for parameter in group["params"]}
+    stepped = {id(parameter) for parameter in stepped_parameters(parts)}
     missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
     if missing:
         raise ValueError(
