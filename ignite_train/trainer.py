@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from html import escape
 from pathlib import Path
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, Never, Protocol
 
 from ignite.engine import Events, RemovableEventHandle
@@ -183,9 +183,9 @@ class Trainer(Loop):
 
     @property
     def optimizers(self) -> Mapping[str, Optimizer]:
-        """The optimizers by the names that they were given, or the only one as `"optimizer"`."""
+        """The optimizers by the names that they were given, or the only one as `"optimizer"`; a trainer keeps those it has."""
         found = parts_as_optimizers(self.parts)
-        return {"optimizer": found} if isinstance(found, Optimizer) else found
+        return MappingProxyType({"optimizer": found} if isinstance(found, Optimizer) else found)
 
     if not TYPE_CHECKING:  # or else each attribute would be known
 
