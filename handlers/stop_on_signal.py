@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any, NoReturn
 
 from ignite_train.arguments import real_number
@@ -81,7 +81,13 @@ class StopOnSignal(Handler):
         self._trainer: Trainer | None = None  # whose run it is listening in
 
     def attach(self, trainer: Trainer) -> None:
-        """Listens during each run of `trainer`, from STARTED until the last handler of COMPLETED."""
+        """Listens during each run of `trainer`, from STARTED until the last handler of COMPLETED.
+
+        Raises:
+            ValueError: the trainer has one already.
+        """
+        if any(isinstance(one, MethodType) and isinstance(one.__self__, StopOnSignal) for one in trainer.on_enter):
+            raise ValueError("a trainer must have one StopOnSignal at most, got a second; give the first more signals")
         trainer.on_enter.append(self._start)
         trainer.on_exit.append(self._finish)
 

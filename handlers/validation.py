@@ -5,23 +5,29 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from ignite.engine import Engine, Events, RemovableEventHandle
+from torch import nn
 
 from ignite_train.arguments import COUNT, NUMBER, TEXT, check_fields, describe, optional, positive_int
 from ignite_train.engine.dispatch import Attachable, Dispatcher, attached, is_of_library, stateful_handlers
-from ignite_train.engine.limits import checked_loader
+from ignite_train.engine.limits import checked_loader, refuse_used_iterator
 from ignite_train.evaluation.evaluator import Evaluator, kept_state
 from ignite_train.events import Event
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.metrics import refuse_other_mode, score_in, score_mode
 from ignite_train.model.random_state import kept_random_state
+from ignite_train.model.unchanged_copy import UnchangedCopy
+from ignite_train.ranks import collectives
+from ignite_train.ranks.wrapping import unwrap
 from ignite_train.trainer import Trainer
 
 __all__ = ["Validation"]
 
 _logger = logging.getLogger(__name__)
+_LOADER = "Validation's loader"
 
 
 class Validation(Handler):
@@ -33,7 +39,7 @@ class Validation(Handler):
     Args:
         evaluator: from `create_evaluator`, or any other engine of Ignite whose metrics are equal on all ranks. What is attached
             to it and has a state, such as `EarlyStopping`, is in the checkpoints of the run.
-        loader: held-out micro-batches; the ranks' shares may differ.
+        loader: held-out micro-batches; the ranks' shares may differ. An iterator serves for one validation.
         score: the metric that decides which parameters are best; None: the one that the other handlers of this evaluator, such
             as `EarlyStopping` and `Checkpoint`, follow where they follow one alone, and otherwise the loss.
         mode: `"min"` if lower scores are better, `"max"` if higher; None: the words of the score's name decide, such as loss,
@@ -87,10 +93,15 @@ class Validation(Handler):
         self.best_update: int | None = None
         self.is_best = False
         self._latest_update: int | None = None
+        self._read: Iterable[Any] | None = None  # the loader of the latest validation
+        self._copy = UnchangedCopy()
 
     def attach(self, trainer: Trainer, event: Event = Events.EPOCH_COMPLETED) -> RemovableEventHandle:
         """Validates at `event`, before the handlers there that `add_event_handler` adds, whatever the order of attaching."""
-        if self.sanity:
+        if isinstance(self.loader, Iterator):
+            if event is Events.EPOCH_COMPLETED:
+                trainer.add_event_handler(Events.STARTED, self._refuse_iterator)
+        elif self.sanity:
             trainer.add_event_handler(Events.STARTED, self._rehearse)
         return trainer.add_evaluation_handler(event, self)
 
@@ -99,14 +110,22 @@ class Validation(Handler):
 
         Raises:
             ValueError: the evaluator has no metric of the score's name.
-            TypeError: that metric is not one number.
+            TypeError: that metric is not one number, or the loader is an iterator, which an earlier validation has read.
         """
         update = trainer.state.iteration
         if update == self._latest_update:
             return
         self._choose_score(trainer)
+        refuse_used_iterator(self.loader, 1 + (self._read is self.loader), name=_LOADER)
+        self._read = self.loader
         with trainer.section("evaluation"):
-            score = score_in(self._evaluate(), self.score)
+            try:
+                with self._watch(trainer):
+                    metrics = self._evaluate()
+            except Exception as error:
+                error.add_note(f"in Validation, after update {update}")
+                raise
+            score = score_in(metrics, self.score)
         if math.isnan(score):
             _logger.warning(f"update {update}: the validation's {self.score} is NaN; the best so far stays {self.best}")
         self.is_best = self._is_better(score)
@@ -145,16 +164,22 @@ class Validation(Handler):
         state: Any = self.evaluator.run(self.loader, **limit) or self.evaluator.run(self.loader, **limit)
         return dict(state.metrics)
 
+    def _refuse_iterator(self, trainer: Trainer) -> None:
+        """Refuses an iterator that the ends of several epochs would read, before the first of them."""
+        state = trainer.state
+        if state.max_epochs is not None:
+            refuse_used_iterator(self.loader, state.max_epochs - state.epoch + trainer.progress.epoch_open, name=_LOADER)
+
     def _rehearse(self, trainer: Trainer) -> None:
-        """Evaluates a few micro-batches, unless the run continues, where it has worked, or it would use up the loader."""
-        if trainer.state.iteration > 0 or isinstance(self.loader, Iterator):
+        """Evaluates a few micro-batches, unless the run continues, where it has worked."""
+        if trainer.state.iteration > 0:
             return
         self._choose_score(trainer)
         evaluator = self.evaluator
         add = evaluator.append_event_handler if isinstance(evaluator, Dispatcher) else evaluator.add_event_handler
         skip = add(Events.EPOCH_COMPLETED, self._skip_completed)
         owners = (self.loader, evaluator.model if isinstance(evaluator, Evaluator) else None)
-        with kept_state(evaluator), kept_random_state(owners), trainer.section("evaluation"), skip:
+        with kept_state(evaluator), kept_random_state(owners), trainer.section("evaluation"), self._watch(trainer), skip:
             try:
                 metrics = self._evaluate(epoch_length=self.sanity)
                 for name in dict.fromkeys((self.score, *(name for name, _ in self._scores_of_others(trainer)))):
@@ -166,6 +191,22 @@ class Validation(Handler):
                     "leaves it out"
                 )
                 raise
+
+    def _watch(self, trainer: Trainer) -> AbstractContextManager[Any]:
+        """Within it an evaluation looks at its model, until it is known to be the trained one, or to follow it."""
+        evaluator = self.evaluator
+        if self._copy.is_settled or not isinstance(evaluator, Evaluator):
+            return nullcontext()
+        return evaluator.append_event_handler(Events.EPOCH_COMPLETED, lambda: self._look(evaluator.model, trainer))
+
+    def _look(self, model: nn.Module, trainer: Trainer) -> None:
+        steps = self._copy.look(model, unwrap(trainer.model), trainer.state.num_steps)
+        if steps and collectives.is_main_rank():
+            _logger.warning(
+                "Validation: its evaluator runs another model object than the trained one, whose weights have not changed in "
+                f"{steps} steps; pass the trained model, create_evaluator(model, forward), or copy its weights before each "
+                "validation"
+            )
 
     def _publishes_at_its_end(self) -> bool:
         """Whether a metric may be published by a handler of COMPLETED, which the rehearsal leaves out."""

@@ -53,20 +53,21 @@ def without_full_batch(data: Any) -> str:
     )
 
 
-def refuse_used_iterator(loader: Iterable[Any], max_epochs: int | None, *, half_read: bool) -> None:
+def refuse_used_iterator(loader: Iterable[Any], max_epochs: int | None, *, half_read: bool = False, name: str = "data") -> None:
     """Refuses an iterator that a run would have to read more than once.
 
     Args:
         loader: the data of the run.
         max_epochs: the number of passes over it.
         half_read: whether the run continues in the middle of a pass.
+        name: what the message calls it.
 
     Raises:
         TypeError: it is an iterator, and more than one pass is needed.
     """
     if isinstance(loader, Iterator) and (half_read or (max_epochs or 1) > 1):
         why = "is half read" if half_read else f"can be iterated once, not {max_epochs} times"
-        raise TypeError(f"data must be a loader, got an iterator ({type(loader).__name__}), which {why}; pass a DataLoader")
+        raise TypeError(f"{name} must be a loader, got an iterator ({type(loader).__name__}), which {why}; pass a DataLoader")
 
 
 def refuse_ended_iterator(state: TrainState, data: Iterable[Any]) -> None:

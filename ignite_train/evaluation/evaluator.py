@@ -98,7 +98,7 @@ class Evaluator(Loop):
     def run(
         self,
         data: Iterable[Any] | None = None,
-        max_epochs: int | None = None,  # noqa: ARG002  # Ignite's signature
+        max_epochs: int | None = None,
         max_iters: int | None = None,
         epoch_length: int | None = None,
     ) -> EvaluatorState:
@@ -106,7 +106,7 @@ class Evaluator(Loop):
 
         Args:
             data: a loader of micro-batches; ranks may have different numbers, or none.
-            max_epochs: not used: an evaluation is one pass.
+            max_epochs: 1 or None: an evaluation is one pass.
             max_iters: stop after this many micro-batches of each rank.
             epoch_length: the same as `max_iters`.
 
@@ -115,10 +115,14 @@ class Evaluator(Loop):
 
         Raises:
             TypeError: `data` cannot be iterated.
-            ValueError: the sampler repeats samples, which would count twice; or no rank has a sample; or the ranks have
-                different numbers of micro-batches and the evaluator was made with `uneven="error"`.
+            ValueError: `max_epochs` is not 1; or the sampler repeats samples, which would count twice; or no rank has a sample; or
+                the ranks have different numbers of micro-batches and the evaluator was made with `uneven="error"`.
         """
         self.progress.refuse_nested_run()
+        if max_epochs not in (None, 1):
+            raise ValueError(
+                f"max_epochs must be 1, since an evaluation is one pass over data, got {max_epochs!r}; leave it out"
+            )
         loader = checked_loader(data)
         _refuse_padding(loader)
         name, limit = ("epoch_length", epoch_length) if max_iters is None else ("max_iters", max_iters)
@@ -161,6 +165,7 @@ class Evaluator(Loop):
 
     def _close_epoch(self, started: float) -> None:
         self._publish()
+        self._warn_of_metrics_with_my_names()
         with uneven_metrics(self, has_data=self.state.iteration > 0):
             super()._close_epoch(started)
 
@@ -178,6 +183,16 @@ class Evaluator(Loop):
                 f"they have different numbers, got {['unknown' if n < 0 else n for n in lengths]}; attach it with "
                 "usage=EpochWise(), or pass uneven='shortest' to create_evaluator"
             )
+
+    def _warn_of_metrics_with_my_names(self) -> None:
+        """Says once of each metric of Ignite that replaces the loss or a log in `state.metrics`."""
+        for name, metric in metrics_published_at(self, Events.EPOCH_COMPLETED).items():
+            if name in self.state.metrics and name not in self.progress.warned:
+                self.progress.warned.add(name)
+                self.logger.warning(
+                    f"metric {name!r} ({type(metric).__name__}) replaces the {name!r} that the evaluator publishes itself; "
+                    f"attach it under another name, such as 'my_{name}'"
+                )
 
     def _publish(self) -> None:
         self.statistics.start(RankRequests())

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ignite_train.arguments import describe
 from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.events import TrainEvents
 from ignite_train.forward import ForwardOutput
@@ -111,6 +112,8 @@ class Gather:
             state.forward_output = None
         # None says that no micro-batch is running, where an error comes from here on.
         state.micro_batch_in_group = None
+        if state.batch is not group:
+            raise _replaced_too_late(state.batch)
         if self.num_placeholders or passes.awaits_size:
             self._take_part(trainer)
 
@@ -220,3 +223,10 @@ class Gather:
             if last:
                 self.crossing.start(outgoing, self.statistics, self.gradients, zero)
             torch.autograd.backward(zero)
+
+
+def _replaced_too_late(batch: Any) -> TypeError:
+    return TypeError(
+        f"state.batch must be replaced before the update reads it, got {describe(batch)} in an event of a micro-batch; attach "
+        "the handler to GET_BATCH_COMPLETED or ITERATION_STARTED"
+    )

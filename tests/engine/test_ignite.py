@@ -28,6 +28,8 @@ from ranks import run_ranks
 
 EVENTS_OF_DATA = (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.DATALOADER_STOP_ITERATION)
 
+WITHIN = (TrainEvents.MICRO_BATCH_STARTED, TrainEvents.FORWARD_COMPLETED, TrainEvents.BACKWARD_COMPLETED)
+
 
 class Weight(nn.Module):
     """One weight, whose gradient is the micro-batch."""
@@ -116,6 +118,26 @@ def test_a_batch_that_is_no_group_is_refused(replacement, got):
     assert got in str(raised.value)
     assert "\n" not in str(raised.value)
     assert (groups, trainer.state.iteration) == ([], 0)
+
+
+@pytest.mark.parametrize("replacement", [[5.0, 5.0], "nonsense", None], ids=["a group", "text", "none"])
+@pytest.mark.parametrize("event", WITHIN, ids=str)
+def test_a_batch_that_is_replaced_too_late_is_refused(event, replacement):
+    """The update has read its group by then. It makes no step, and the run continues with it once the handler is gone."""
+    trainer, groups = make(accumulation_steps=2)
+
+    def replace(engine: Trainer) -> None:
+        engine.state.batch = replacement
+
+    handle = trainer.add_event_handler(event(once=4), replace)
+    with pytest.raises(TypeError, match="GET_BATCH_COMPLETED or ITERATION_STARTED") as raised:
+        trainer.run([1.0, 2.0, 3.0, 4.0])
+    assert "\n" not in str(raised.value)
+    assert (trainer.state.iteration, weight(trainer)) == (1, -(1 + 2) / 2)
+    del groups[:]
+    handle.remove()
+    trainer.run([1.0, 2.0, 3.0, 4.0])
+    assert (groups[-1], weight(trainer)) == ([3.0, 4.0], -(1 + 2) / 2 - (3 + 4) / 2)
 
 
 def test_the_last_batch_is_there_at_the_end_of_the_epoch():

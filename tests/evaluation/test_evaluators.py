@@ -287,3 +287,33 @@ def test_a_score_is_one_number() -> None:
     value[0] = torch.ones(2, 2)
     with pytest.raises(TypeError, match="score must name a metric that is one number, got 'score', which is"):
         trainer.run(DATA, max_epochs=2)
+
+
+# --- what an evaluator of ours refuses or warns of ---
+
+
+def with_outputs(model: nn.Module, batch: Any) -> Any:
+    x, y = pair(batch)
+    return cuts.forward(model, batch)._replace(outputs=(model(x), y))
+
+
+@pytest.mark.parametrize(("name", "warns"), [("loss", True), ("samples", True), ("error", False)])
+def test_a_metric_with_a_name_of_the_evaluator_is_warned_of(name: str, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Once; its value is there, as in Ignite."""
+    model = cuts.linear()
+    evaluator = create_evaluator(model, with_outputs)
+    MeanSquaredError().attach(evaluator, name)
+    for _ in range(2):
+        found = evaluator.run(DATA).metrics[name]
+    x, y, _ = cuts.cut(cuts.samples(), [32])[0]
+    assert found == pytest.approx(float((model(x).squeeze(1) - y).detach().square().mean()))
+    said = f"metric '{name}' (MeanSquaredError) replaces the '{name}' that the evaluator publishes itself"
+    assert [message.partition(";")[0] for message in caplog.messages] == [said] * warns
+
+
+def test_an_evaluation_is_one_pass() -> None:
+    """Where Ignite makes two, one would be taken for them."""
+    evaluator = create_evaluator(cuts.linear(), cuts.forward)
+    with pytest.raises(ValueError, match="max_epochs must be 1, since an evaluation is one pass over data, got 2"):
+        evaluator.run(DATA, max_epochs=2)
+    assert evaluator.run(DATA, max_epochs=1).iteration == evaluator.run(DATA, None).iteration == 2

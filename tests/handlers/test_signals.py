@@ -36,6 +36,20 @@ def installed() -> list[Any]:
 # --- one process ---
 
 
+@pytest.mark.parametrize("same", [True, False], ids=["the same", "another"])
+def test_a_trainer_has_one(same: bool) -> None:
+    """A second one would leave the handlers of the first one installed after the run."""
+    before, trainer, stop = installed(), make("auto"), StopOnSignal()
+    stop.attach(trainer)
+    with pytest.raises(ValueError, match="a trainer must have one StopOnSignal at most, got a second"):
+        (stop if same else StopOnSignal([signal.SIGUSR1])).attach(trainer)
+    assert trainer.run(cuts.cut(cuts.samples(), [8] * 2), max_epochs=1).iteration == 2
+    assert installed() == before
+    stop.attach(other := make("auto"))
+    assert other.run(cuts.cut(cuts.samples(), [8] * 2), max_epochs=1).iteration == 2
+    assert installed() == before
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize(
     ("event", "last"),

@@ -538,3 +538,12 @@ def test_a_group_added_to_any_is_trained_and_resumed(name: str, tmp_path: Path) 
         assert sorted(rates) == sorted([group["lr"] for one in optimizers.values() for group in one.param_groups])
         assert not torch.equal(model[2].weight, network()[2].weight)
     assert ends[0] == ends[1]
+
+
+def test_another_optimizer_cannot_be_put_into_the_mapping() -> None:
+    """It is made anew whenever it is asked for, so that the other one would step nothing."""
+    model = nn.Linear(3, 1)
+    for optimizer in (torch.optim.SGD(model.parameters(), lr=0.1), {"all": torch.optim.SGD(model.parameters(), lr=0.1)}):
+        optimizers: Any = create_trainer(model, optimizer, lambda model, x: model(x).sum()).optimizers
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            optimizers["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.2)

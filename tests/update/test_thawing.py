@@ -9,8 +9,10 @@ import pytest
 import torch
 from ignite.engine import Events
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
-from ignite_train import TrainEvents, UpdateOptions, create_trainer
+from ignite_train import Trainer, TrainEvents, UpdateOptions, create_evaluator, create_trainer
+from ignite_train.handlers import Validation
 from ignite_train.ranks import replicas
 from ranks import run_ranks
 
@@ -130,3 +132,115 @@ def test_a_parameter_that_is_frozen_within_an_update_stays_where_it_is(bucketed:
     (before, *after), (other, *others) = first["b"], first["a"]
     assert after == [before, before]
     assert other != others[0] != others[1]
+
+
+# --- what no optimizer steps ---
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def mean_square(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+    return model(x).square().sum(), len(x)
+
+
+INPUTS = [torch.linspace(-1, 1, 3 * size, dtype=torch.float64).view(size, 3) for size in (2, 3, 1)]
+
+
+def replace_head(model: nn.Sequential) -> None:
+    model[2] = nn.Linear(4, 1).double()
+
+
+def add_layer(model: nn.Sequential) -> None:
+    model.append(nn.Linear(1, 1).double())
+
+
+def thaw(model: nn.Sequential) -> None:
+    model[2].requires_grad_(True)
+
+
+def join(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": [*model[2].parameters()], "lr": 2 * RATE})
+
+
+def in_session(trainer: Trainer) -> None:
+    with trainer.session():
+        trainer.update(INPUTS[:1])
+
+
+CHANGES = {"replaced": (replace_head, "2.weight"), "added": (add_layer, "3.weight"), "thawed": (thaw, "2.weight")}
+MOMENTS = {
+    "before run": None,
+    "before session": None,
+    "in STARTED": Events.STARTED,
+    "in EPOCH_STARTED": Events.EPOCH_STARTED(once=2),
+    "in EPOCH_COMPLETED": Events.EPOCH_COMPLETED(once=1),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_comes_to_the_model_later_and_to_no_optimizer_is_refused(name: str, moment: str) -> None:
+    """As it is when the trainer is made: it would never be trained, and its gradients would add up in memory."""
+    (change, missing), model = CHANGES[name], layers()
+    model[2].requires_grad_(name != "thawed")
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
+    trainer = create_trainer(model, optimizer, mean_square)
+    if MOMENTS[moment] is None:
+        change(model)
+    else:
+        trainer.add_event_handler(MOMENTS[moment], lambda: change(model))
+    with pytest.raises(ValueError, match=rf"over all trainable parameters, got one without '{missing}' and 1 more"):
+        in_session(trainer) if moment == "before session" else trainer.run(INPUTS, max_epochs=3)
+    assert trainer.state.iteration == (3 if "EPOCH" in moment else 0)
+    assert trainer.state.num_steps == trainer.state.iteration
+
+
+@pytest.mark.parametrize("moment", ["in STARTED", "in EPOCH_STARTED", "in EPOCH_COMPLETED"])
+def test_a_group_that_is_added_with_it_is_trained(moment: str) -> None:
+    """In the same handler or in a later one of the event, as in the loop by hand."""
+    first = 0 if moment == "in STARTED" else 1
+    weights = []
+    for by_hand in (True, False):
+        model = layers()
+        model[2].requires_grad_(False)
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=RATE)
+        if by_hand:
+            for epoch in range(3):
+                if epoch == first:
+                    thaw(model)
+                    join(model, optimizer)
+                for x in INPUTS:
+                    optimizer.zero_grad()
+                    (model(x).square().sum() / len(x)).backward()
+                    optimizer.step()
+        else:
+            trainer = create_trainer(model, optimizer, mean_square)
+            trainer.add_event_handler(MOMENTS[moment], thaw, model)
+            trainer.add_event_handler(MOMENTS[moment], join, model, optimizer)
+            trainer.run(INPUTS, max_epochs=3)
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*weights, rtol=1e-12, atol=1e-13)
+
+
+def train_shards() -> tuple[int, str]:
+    """Epochs that begin after an evaluation, which leaves whole parameters in the root; then a layer is added."""
+    model = layers()
+    fully_shard(model[0])
+    fully_shard(model)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=RATE), mean_square)
+    Validation(create_evaluator(model, mean_square), INPUTS).attach(trainer)
+    trainer.run(INPUTS, max_epochs=2)
+    add_layer(model)
+    with pytest.raises(ValueError, match="over all trainable parameters") as caught:
+        trainer.run(INPUTS, max_epochs=3)
+    return trainer.state.num_steps, str(caught.value).partition(" and ")[0]
+
+
+@pytest.mark.slow
+def test_shards_that_an_evaluation_has_made_whole_are_those_of_the_optimizer() -> None:
+    """Only what was added is refused, on all ranks."""
+    for found in run_ranks(train_shards):
+        assert found == (6, "optimizer must be over all trainable parameters, got one without '3.weight'")
