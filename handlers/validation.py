@@ -99,7 +99,7 @@ class Validation(Handler):
             ValueError: the evaluator has no metric of the score's name.
             TypeError: that metric is not one number.
         """
-        update = trainer.state.iteration
+        update = trainer.updates_done
         if update == self._latest_update:
             return
         with trainer.section("evaluation"):
