@@ -117,7 +117,7 @@ def scored(
     evaluator.add_event_handler(
         Events.EPOCH_COMPLETED, lambda: evaluator.state.metrics.update({metric: scores[trainer.state.iteration]})
     )
-    checkpoint = Checkpoint(directory, keep=1, score=metric, **{"every": 10**6, **options})
+    checkpoint = Checkpoint(directory, score=metric, **{"every": 10**6, "keep": 1, **options})
     checkpoint.saver.disk = disk or checkpoint.saver.disk
     checkpoint.attach(trainer, evaluator=evaluator)
 
@@ -197,14 +197,16 @@ def test_as_many_of_the_best_are_saved_as_stay(tmp_path: Path) -> None:
     assert scores_in(tmp_path) == {1: 0.3, 5: 0.35, 8: 0.38, 10: None}
 
 
-def test_a_rewind_does_not_remove_the_best(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("keep", "of_update_3"), [(1, [0.1]), (99, [0.1, 0.5])], ids=["few stay", "all stay"])
+def test_a_rewind_does_not_remove_the_best(tmp_path: Path, keep: int, of_update_3: list[float]) -> None:
     """Another line from an earlier checkpoint comes to the same updates with other scores: the best of both lines stays."""
-    scored(tmp_path, {3: 0.1, 4: 0.2}, 5, every=1, keep_every=2)
-    checkpoint = scored(tmp_path, {3: 0.5, 4: 0.4}, 5, every=1, keep_every=2, resume=tmp_path / "update-00000002")
+    options: dict[str, Any] = {"every": 1, "keep": keep, "keep_every": 2}
+    scored(tmp_path, {3: 0.1, 4: 0.2}, 5, **options)
+    checkpoint = scored(tmp_path, {3: 0.5, 4: 0.4}, 5, resume=tmp_path / "update-00000002", **options)
     assert checkpoint.best == (tmp_path / "update-00000003", 0.1)
     assert checkpoint.load_best() == checkpoint.best
-    kept = [(entry.manifest.update, entry.manifest.score) for entry in find(tmp_path) if entry.manifest]
-    assert kept == [(2, None), (3, 0.1), (4, 0.4), (5, None)]
+    manifests = [entry.manifest for entry in find(tmp_path) if entry.manifest]
+    assert [manifest.score for manifest in manifests if manifest.update == 3] == of_update_3
 
 
 # --- which state an evaluation belongs to ---
@@ -331,9 +333,31 @@ def test_the_best_of_several_runs(tmp_path: Path, updates: int, caplog: pytest.L
     assert "is not kept" not in caplog.text
     before = scores_in(tmp_path)
     evaluator.run(HELD_OUT)  # of the loaded weights, which are not those after the last update
+    checkpoint.save()
+    assert scores_in(tmp_path)[updates] is None
     trainer.run(BATCHES, max_iters=updates + 1)
     assert {update: score for update, score in scores_in(tmp_path).items() if score is not None}.items() <= before.items()
     assert scores_in(tmp_path)[updates + 1] is None
+
+
+def test_an_evaluation_before_the_run_resumes_saves_nothing(tmp_path: Path) -> None:
+    """The new model would be the newest in the directory, and the run would start from it."""
+    turning(tmp_path)[0].run(BATCHES, max_epochs=1)
+    trainer, evaluator, *_ = turning(tmp_path)
+    evaluator.run(HELD_OUT)
+    trainer.run(BATCHES, max_epochs=2)
+    assert trainer.state.num_steps == 4
+    assert scores_in(tmp_path) == {4: None}
+
+
+def test_the_last_state_of_a_run_that_was_stopped_has_its_score(tmp_path: Path) -> None:
+    """TERMINATE saves it, and the evaluation at COMPLETED comes after that."""
+    trainer, evaluator, checkpoint, model, _ = turning(tmp_path)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: trainer.terminate())
+    trainer.add_event_handler(Events.COMPLETED, lambda: evaluator.run(HELD_OUT))
+    trainer.run(BATCHES, max_epochs=4)
+    assert checkpoint.best is not None
+    assert claims_what_it_has(checkpoint, model) == 4
 
 
 def _between_runs(directory: str) -> Any:
