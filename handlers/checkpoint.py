@@ -82,11 +82,14 @@ class Checkpoint(Handler):
             always saved.
         keep: how many of the newest checkpoints stay.
         keep_every: checkpoints whose update is a multiple of this are never removed.
-        score: name of a metric of the evaluator. Whenever it is the best so far, that state is saved too. Of several
-            evaluations after the same update the first counts.
+        score: name of a metric of the evaluator. Whenever it is among the `keep_best` best, that state is saved too. Of several
+            evaluations after the same update the first counts. Evaluate at the end of an update, an epoch or the run, or
+            between two runs; in a session call `save()` after it. A state that the next update has changed before it could be
+            saved, as after an evaluation at EPOCH_STARTED or within an update, is not kept, and a warning says so.
         mode: whether the best is the `"min"` or the `"max"`; None: the words of its name decide, such as loss, error and
             perplexity, or accuracy, bleu, f1 and auc, and the log says how.
-        keep_best: how many of the best checkpoints stay.
+        keep_best: how many of the best checkpoints in the directory stay, also of those that a run wrote before it was
+            resumed from an earlier one.
         to_save: more objects with `state_dict` and `load_state_dict`, by name. Rank 0 writes what is equal on all ranks, and
             where the ranks differ each writes its own. Of another trainer its model, its optimizers and its handlers are saved
             too, and what belongs to each rank is written by each.
@@ -228,6 +231,7 @@ class Checkpoint(Handler):
             raise RuntimeError(
                 "load_best() was called during the run, which would save the best weights as the latest; call it after"
             )
+        self._save_awaited()
         self.saver.wait()
         found = together(collectives.gather_objects, "looking for the best checkpoint", lambda: self.best)[0]
         if found is None:
@@ -237,7 +241,7 @@ class Checkpoint(Handler):
             raise CheckpointError(f"{self.directory} has no checkpoint with a score; {missing}")
         model = self._run.objects().modules["model"]
         together(collectives.gather_objects, f"loading {found.path}", lambda: restore_model(found.path, model))
-        self.cadence.note_loaded()
+        self.cadence.note_loaded(self._run.trainer.state.iteration)
         return found
 
     def settings(self) -> dict[str, Any]:
@@ -314,6 +318,7 @@ class Checkpoint(Handler):
     def _resuming(self, resume: str | Path) -> Iterator[None]:
         """`trainer.run` trains in this `with`: no other run writes to the directory, and the state is restored. Collective."""
         with self.saver.holding():
+            self._save_awaited()
             self.restore(resume)
             self.saver.catch_up()
             yield
@@ -351,7 +356,7 @@ class Checkpoint(Handler):
         if collectives.is_main_rank() and not self._has_warned and trainer.state.dataloader is not None:
             log_how_exact(trainer.state.dataloader)
             self._has_warned = True
-        self.cadence.start(None if self.cadence.score is None else self._best_on_disk())
+        self.cadence.start([] if self.cadence.score is None else self._best_on_disk())
 
     def _follow_evaluations(self) -> None:
         """Looks at the score after all other handlers of the evaluation. On a stock engine it is moved to the end."""
@@ -366,12 +371,12 @@ class Checkpoint(Handler):
         elif not is_attached:
             evaluator.append_event_handler(event, self._after_evaluation)
 
-    def _best_on_disk(self) -> float | None:
-        """The best score of the checkpoints in the directory, as rank 0 sees it; None if none has one. Collective."""
+    def _best_on_disk(self) -> list[tuple[int, float]]:
+        """The updates and scores of the best checkpoints in the directory, as rank 0 sees it. Collective."""
 
-        def look() -> float | None:
-            found = self.saver.directory.scan()[0] if collectives.is_main_rank() else []
-            return self.saver.retention.best_of([manifest for _, manifest in found])
+        def look() -> list[tuple[int, float]]:
+            found, retention = self.saver.directory.scan()[0] if collectives.is_main_rank() else [], self.saver.retention
+            return retention.best_of(retention.scored(manifest for _, manifest in found))
 
         return together(collectives.gather_objects, "looking for the best checkpoint", look)[0]
 
@@ -395,10 +400,33 @@ class Checkpoint(Handler):
         if self.saver.warns:
             self.saver.wait()  # the best may be in a save that fails
         if self.saver.has_lost_one:
-            self.cadence.best_score, self.saver.has_lost_one = self._best_on_disk(), False
-        self.cadence.note_evaluation(self._run.trainer.state.iteration, evaluator.state.metrics)
+            self.cadence.best, self.saver.has_lost_one = self._best_on_disk(), False
+        self._give_up_missed()
+        self.cadence.note_evaluation(self._run.trainer.updates_done, evaluator.state.metrics)
+
+    def _give_up_missed(self) -> None:
+        """A state that was to be saved for its score is not, once the next update has had its effect."""
+        trainer, missed = self._run.trainer, self.cadence.awaited
+        if missed is None or missed == trainer.updates_done:
+            return
+        self.cadence.awaited = None
+        if "missed best" not in trainer.progress.warned and collectives.is_main_rank():
+            trainer.progress.warned.add("missed best")
+            _logger.warning(
+                f"update {missed} has one of the best scores and is not kept: the next update came before it could be saved; "
+                "evaluate at ITERATION_COMPLETED or EPOCH_COMPLETED, or call checkpoint.save() after an evaluation between two "
+                "updates of a session"
+            )
+
+    def _save_awaited(self) -> None:
+        """Saves a state that has one of the best scores by an evaluation after its run. Collective."""
+        self._give_up_missed()
+        if self.cadence.awaited is not None:
+            self._save()
 
     def _after_update(self, trainer: Trainer) -> None:
+        if self.cadence.awaited is not None:
+            self._give_up_missed()
         if trainer.state.num_steps > self._untried_until:
             self._untried_until = math.inf
             contents = capture(self._run, self._held)

@@ -82,7 +82,7 @@ class EarlyStopping(ScoreHandler):
         """Counts the evaluation."""
         self._latest = score
         if self.is_better(score, self.best, by=self.min_delta):
-            self.best, self.best_update, self.num_bad = score, trainer.state.iteration, 0
+            self.best, self.best_update, self.num_bad = score, trainer.updates_done, 0
         else:
             self.num_bad += 1
         self._end_if_due(trainer)

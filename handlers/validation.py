@@ -112,7 +112,7 @@ class Validation(Handler):
             ValueError: the evaluator has no metric of the score's name.
             TypeError: that metric is not one number, or the loader is an iterator, which an earlier validation has read.
         """
-        update = trainer.state.iteration
+        update = trainer.updates_done
         if update == self._latest_update:
             return
         self._choose_score(trainer)

@@ -323,6 +323,11 @@ class Trainer(Loop):
         """Whether an update is under way, of a run or on request: handlers of its events find the state half changed."""
         return self.progress.iterating or self.progress.updating
 
+    @property
+    def updates_done(self) -> int:
+        """The updates that have had their effect: the weights are those after the latest of them, also inside the next one."""
+        return self.state.iteration - (self.progress.iterating and not self.progress.settled)
+
     def update(self, micro_batches: list[Any], *, forward: Forward | None = None, name: str | None = None) -> UpdateOutput:
         """Makes one update from the micro-batches that it is given, as `run` does from those of a loader.
 

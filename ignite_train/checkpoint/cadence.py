@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ __all__ = ["Cadence"]
 
 
 class Cadence(Piggyback):
-    """When a run is saved: every N updates, seconds or epochs, after the best evaluation so far, on request, and at its end.
+    """When a run is saved: every N updates, seconds or epochs, after one of the best evaluations, on request, and at its end.
 
     All ranks decide alike: updates and epochs are counted by all of them, and whether the seconds have passed is decided by the
     clock of rank 0 and travels with the statistics of an update.
@@ -27,10 +28,11 @@ class Cadence(Piggyback):
         every_seconds: save when this many seconds have passed since the last save began.
         every_epochs: save after each epoch whose number is a multiple of this; 1 if none of the three is given.
         score: name of the metric of the evaluator that decides which state is the best.
-        retention: says whether a lower or a higher value of it is better.
+        retention: says which scores are among the best.
 
     Attributes:
-        best_score: the best score of the states that were saved; None if none has one.
+        best: the best of the states that were saved: the update of each, and its score.
+        awaited: the update whose state is to be saved for its score; None if there is none.
 
     Raises:
         TypeError, ValueError: an interval is not a positive number.
@@ -51,7 +53,8 @@ class Cadence(Piggyback):
         if every is None and every_seconds is None and every_epochs is None:
             self.every_epochs = 1
         self.score, self._retention = score, retention
-        self.best_score: float | None = None
+        self.best: list[tuple[int, float]] = []
+        self.awaited: int | None = None
         self._score: tuple[int, float | None] = (-1, None)  # the update of the latest evaluation, and what it found
         self._is_requested = False
         self._last_save = time.monotonic()
@@ -65,25 +68,27 @@ class Cadence(Piggyback):
 
     def is_due_after_update(self, update: int) -> bool:
         """Whether to save now that this update is done."""
-        return self._is_requested or (self.every is not None and update % self.every == 0)
+        return self._is_requested or self.awaited is not None or (self.every is not None and update % self.every == 0)
 
     def is_due_after_epoch(self, epoch: int) -> bool:
         """Whether to save now that this epoch is done."""
-        return self._is_requested or (self.every_epochs is not None and epoch % self.every_epochs == 0)
+        return (
+            self._is_requested or self.awaited is not None or (self.every_epochs is not None and epoch % self.every_epochs == 0)
+        )
 
     def is_due_at_end(self, moment: Any) -> bool:
         """Whether the last state of a run is not saved yet; `moment` is what `note_save` would be given."""
-        return self._is_requested or self._saved_moment != moment
+        return self._is_requested or self.awaited is not None or self._saved_moment != moment
 
     # --- what decides it --------------------------------------------------------------------------------------------------
 
-    def start(self, best_score: float | None) -> None:
+    def start(self, best: list[tuple[int, float]]) -> None:
         """A run starts: its seconds are counted from now.
 
         Args:
-            best_score: the best score of the checkpoints in the directory; None if none has one.
+            best: of the checkpoints in the directory, also of those that a run has written before a rewind.
         """
-        self._last_save, self._is_requested, self.best_score = time.monotonic(), False, best_score
+        self._last_save, self._is_requested, self.best = time.monotonic(), False, best
         self._saved_moment = None  # the run before may have come as far with another state
 
     def request(self) -> None:
@@ -99,30 +104,36 @@ class Cadence(Piggyback):
             started: when the save began, by `time.monotonic`.
         """
         self._saved_moment, self._is_requested, self._last_save = moment, False, started
-        if score is not None and self._retention.is_better(score, self.best_score):
-            self.best_score = score  # not before: the parameters may have moved between an evaluation and the save
+        self.awaited = None
+        if score is not None:  # not before: the parameters may have moved between an evaluation and the save
+            self.best = self._retention.best_of([*self.best, (self._score[0], score)])
 
     def note_evaluation(self, update: int, metrics: Mapping[str, Any]) -> None:
-        """An evaluation is done. If its score is the best so far, a save is requested.
+        """An evaluation is done. If its score is one of the best, the state that it is of is to be saved.
 
         Of several evaluations after the same update the first counts, as for handlers that react to a score: a later one may
-        be of other data.
+        be of other data. Those before the first update do not count.
+
+        Args:
+            update: the latest that has had its effect: the parameters are those after it.
+            metrics: of the evaluator.
 
         Raises:
             ValueError: `score` is not one of the metrics.
         """
         assert self.score is not None  # noqa: S101  # an evaluation is followed for its score
         if self.score_of(update) is None:
-            self._score = update, score_in(metrics, self.score)
-            self._is_requested |= self._retention.is_better(self._score[1], self.best_score)
+            score = score_in(metrics, self.score)
+            self._score = update, score
+            self.awaited = update if update > 0 and self._retention.is_among_best(score, self.best) else None
 
     def note_resumed(self, manifest: Manifest) -> None:
         """The run resumes from a checkpoint, whose parameters may have a score."""
-        self._score = manifest.update, manifest.score if self._retention.is_own(manifest) else None
+        self._score, self.awaited = (manifest.update, manifest.score if self._retention.is_own(manifest) else None), None
 
-    def note_loaded(self) -> None:
-        """The run has other parameters than those that were evaluated: they have no score until the next evaluation."""
-        self._score = -1, None
+    def note_loaded(self, update: int) -> None:
+        """The run has other parameters than those after this update: they get no score, also by an evaluation."""
+        self._score = update, math.nan
 
     def score_of(self, update: int) -> float | None:
         """The score of the parameters after this update; None if they were not evaluated."""

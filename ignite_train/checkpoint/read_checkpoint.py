@@ -65,6 +65,8 @@ def find(directory: str | Path) -> list[Found]:
 def best(directory: str | Path) -> Found | None:
     """The checkpoint in `directory` with the best score; None if none has one. Of equal ones the first.
 
+    Of an update that was saved again with the same score it is the latest copy.
+
     Of which metric, and whether a lower score is better, is what the newest with a score says; those with a score of another
     metric, which an earlier script has named, do not count. Reads manifests only; see `verify`.
 
@@ -80,7 +82,8 @@ def best(directory: str | Path) -> Found | None:
     metric, mode = manifest.scored_by
     sign = 1.0 if mode == "min" else -1.0
     alike = [entry for entry in scored if entry[1].scored_by is None or entry[1].scored_by[0] == metric]
-    latest_copies = {entry[1].update: entry for entry in alike}  # in the order of their first copies
+    # In the order of their first copies. Those with another score are other states, as after a rewind.
+    latest_copies = {(entry[1].update, entry[1].score): entry for entry in alike}
     return min(latest_copies.values(), key=lambda entry: sign * (entry[1].score or 0.0))[0]
 
 

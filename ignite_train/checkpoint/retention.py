@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ignite_train.checkpoint.manifest import Manifest
@@ -14,6 +14,9 @@ __all__ = ["Retention"]
 @dataclass(frozen=True, slots=True)
 class Retention:
     """A rule for what may be removed.
+
+    Of an update that was saved again the latest copy stays. Two copies with different scores are two states, as after a rewind,
+    and each of them may be among the best.
 
     Attributes:
         last: how many of the newest stay; at least 1.
@@ -29,38 +32,41 @@ class Retention:
     every: int | None
     metric: str | None = None
 
-    def is_better(self, score: float, best: float | None) -> bool:
-        """Whether `score` is better than the best so far; one that is not finite never is, and no checkpoint has it."""
-        return math.isfinite(score) and (best is None or self._rank(score) < self._rank(best))
+    def is_among_best(self, score: float, best: Sequence[tuple[int, float]]) -> bool:
+        """Whether a state with `score` would stay beside `best`, which `best_of` gave. One that is not finite never does."""
+        return math.isfinite(score) and (len(best) < self.best or self._rank(score) < self._rank(best[-1][1]))
+
+    def best_of(self, scored: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+        """The best of these updates with their scores, as many as stay, the best first; of equal scores the first."""
+        return sorted(dict.fromkeys(scored), key=lambda entry: self._rank(entry[1]))[: self.best]
 
     def is_own(self, manifest: Manifest) -> bool:
         """Whether the score of a checkpoint is of this metric, or does not say of which."""
         return self._kind_of_score(manifest)[0] == self.metric
 
-    def best_of(self, manifests: Sequence[Manifest]) -> float | None:
-        """The best score of this metric; None if none of them has one."""
-        scores = (manifest.score for manifest in manifests if manifest.score is not None and self.is_own(manifest))
-        return min(scores, key=self._rank, default=None)
+    def scored(self, manifests: Iterable[Manifest]) -> list[tuple[int, float]]:
+        """The updates that have a score of this metric, each with it."""
+        return [(one.update, one.score) for one in manifests if one.score is not None and self.is_own(one)]
 
     def surplus(self, manifests: Sequence[Manifest]) -> list[int]:
         """The indices of those that may be removed."""
         by_age = sorted(range(len(manifests)), key=lambda index: manifests[index].serial)
         by_update = {manifests[index].update: index for index in by_age}  # in the order of their first saves, the last of each
         newest = sorted(by_update.values(), key=lambda index: -manifests[index].serial)
-        stays = {*newest[: self.last], *self._best([*by_update.values()], manifests)}
+        stays = {*newest[: self.last], *self._best(by_age, manifests)}
         if self.every is not None:
             stays |= {index for index in newest if manifests[index].update % self.every == 0}
         return [index for index in by_age if index not in stays]
 
-    def _best(self, candidates: Sequence[int], manifests: Sequence[Manifest]) -> list[int]:
-        """The indices of the best by each metric; of equal ones the first."""
-        by_kind: dict[tuple[str | None, bool], list[tuple[float, int]]] = {}
-        for index in candidates:
+    def _best(self, by_age: Sequence[int], manifests: Sequence[Manifest]) -> list[int]:
+        """The indices of the best by each metric; of equal ones the first, and of equal ones of an update its latest copy."""
+        by_kind: dict[tuple[str | None, bool], dict[tuple[float, int], int]] = {}
+        for index in by_age:
             score, kind = manifests[index].score, self._kind_of_score(manifests[index])
             if score is not None:
-                by_kind.setdefault(kind, []).append((score if kind[1] else -score, index))
-        ranked = (sorted(scored, key=lambda entry: entry[0]) for scored in by_kind.values())
-        return [index for scored in ranked for _, index in scored[: self.best]]
+                by_kind.setdefault(kind, {})[score if kind[1] else -score, manifests[index].update] = index
+        ranked = (sorted(copies, key=lambda copy: copy[0]) for copies in by_kind.values())
+        return [copies[key] for copies, keys in zip(by_kind.values(), ranked, strict=True) for key in keys[: self.best]]
 
     def _kind_of_score(self, manifest: Manifest) -> tuple[str | None, bool]:
         """The metric of a score, and whether a lower one is better: of another metric as its run has said."""
@@ -69,6 +75,5 @@ class Retention:
             return self.metric, self.lower_is_better
         return found[0], found[1] == "min"
 
-    def _rank(self, score: float | None) -> float:
-        assert score is not None  # noqa: S101  # the callers pass those with a score only
+    def _rank(self, score: float) -> float:
         return score if self.lower_is_better else -score

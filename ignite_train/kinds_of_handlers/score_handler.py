@@ -67,7 +67,7 @@ class ScoreHandler(Handler):
         return [(self.evaluator, self.score, self.mode)]
 
     def on_score(self, trainer: Trainer, score: float) -> None:
-        """Reacts to the score of the parameters after update `trainer.state.iteration`. The same on all ranks."""
+        """Reacts to the score of the parameters after update `trainer.updates_done`. The same on all ranks."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class ScoreHandler(Handler):
         return score < other - by if self.mode == "min" else score > other + by
 
     def _after_evaluation(self, evaluator: Engine) -> None:
-        metrics, update = evaluator.state.metrics, self._trainer.state.iteration
+        metrics, update = evaluator.state.metrics, self._trainer.updates_done
         if update in (0, self._latest_update):
             return
         score = collectives.gather_objects(score_in(metrics, self.score))[0]

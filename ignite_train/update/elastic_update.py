@@ -60,7 +60,7 @@ class ElasticUpdate(Update):
             self._has_no_quorum = False
             trainer.on_exit[:] = [*(one for one in trainer.on_exit if one is not save_last), save_last]  # after all others
             _refuse_own_groups(trainer)
-            members.join(lambda: _counted(trainer), capture, restore)
+            members.join(lambda: trainer.updates_done, capture, restore)
             self._note(trainer)
             if members.is_stopped:
                 trainer.terminate(agreed=True)
@@ -68,7 +68,7 @@ class ElasticUpdate(Update):
         def leave() -> None:
             try:
                 if this.progress.ended:
-                    members.part(lambda: _counted(this), stopped=this.should_terminate)
+                    members.part(lambda: this.updates_done, stopped=this.should_terminate)
             finally:
                 members.leave()
 
@@ -90,7 +90,7 @@ class ElasticUpdate(Update):
         members = self.members
         _refuse_own_groups(trainer)
         self._note(trainer)
-        members.ask(_counted(trainer))
+        members.ask(trainer.updates_done)
         while True:
             try:
                 output = super().__call__(trainer, micro_batches)
@@ -100,14 +100,14 @@ class ElasticUpdate(Update):
                 self._renew(trainer)
                 self._note(trainer)
                 micro_batches = trainer.data.deal_again(place)
-                members.ask(_counted(trainer))
+                members.ask(trainer.updates_done)
             else:
                 members.commit(trainer.state.iteration)
                 return output
 
     def _renew(self, trainer: Trainer) -> None:
         try:
-            self.members.renew(lambda: _counted(trainer))
+            self.members.renew(lambda: trainer.updates_done)
         except NoQuorumError:
             self._has_no_quorum = True
             raise
@@ -127,8 +127,3 @@ def _refuse_own_groups(trainer: Trainer) -> None:
             "data must be a ResumableLoader with reduction='elastic', got None, as in a session or in update([...]); pass a "
             "ResumableLoader to run, since samples of a lost replica are dealt again"
         )
-
-
-def _counted(trainer: Trainer) -> int:
-    """The updates that are counted, without the one that runs."""
-    return trainer.state.iteration - (trainer.progress.iterating and not trainer.progress.settled)

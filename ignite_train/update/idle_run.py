@@ -58,4 +58,7 @@ def _look_for_idle_evaluators(trainer: Trainer) -> None:
     idle = [handler for handler in ours if any(evaluator not in running for evaluator, *_ in handler.scores())]
     if idle:
         names = ", ".join(sorted({type(handler).__name__ for handler in idle}))
-        trainer.logger.warning(f"{names}: given an evaluator that no handler runs; attach Validation(evaluator, loader)")
+        trainer.logger.warning(
+            f"{names}: given an evaluator that no handler runs; attach Validation(evaluator, loader), unless the script "
+            "runs it between two runs"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ from torch.distributed.tensor import DTensor
 import cuts
 import small_checkpoints
 from bits import bit_by_bit
-from ignite_train import CheckpointError, create_evaluator, create_trainer
+from ignite_train import CheckpointError, TrainEvents, UpdateOptions, create_evaluator, create_trainer
 from ignite_train.checkpoint import best, find
 from ignite_train.checkpoint.capture import plain_config
 from ignite_train.checkpoint.directory import CheckpointDirectory, commit
-from ignite_train.handlers import Checkpoint, Validation
+from ignite_train.handlers import Checkpoint, EarlyStopping, Validation
 from ignite_train.ranks import collectives
 from ignite_train.tools.checkpoint_command import checkpoint_command as main
 from ranks import run_ranks
@@ -100,16 +101,23 @@ def test_a_score_of_zero_is_a_score(tmp_path: Path) -> None:
 
 
 def scored(
-    directory: Path, scores: dict[int, float], updates: int, *, metric: str = "loss", disk: Any = None, **options: Any
+    directory: Path,
+    scores: dict[int, float],
+    updates: int,
+    *,
+    metric: str = "loss",
+    disk: Any = None,
+    resume: str | Path = "auto",
+    **options: Any,
 ) -> Checkpoint:
-    """A run that saves only at its end and for its scores, which are given by the update after which it evaluates."""
+    """A run that saves, without `every`, only at its end and for its scores, which are given by the update that they are of."""
     model = cuts.linear()
     trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), cuts.forward)
     evaluator = create_evaluator(model, cuts.forward)
     evaluator.add_event_handler(
         Events.EPOCH_COMPLETED, lambda: evaluator.state.metrics.update({metric: scores[trainer.state.iteration]})
     )
-    checkpoint = Checkpoint(directory, every=10**6, keep=1, score=metric, **options)
+    checkpoint = Checkpoint(directory, score=metric, **{"every": 10**6, "keep": 1, **options})
     checkpoint.saver.disk = disk or checkpoint.saver.disk
     checkpoint.attach(trainer, evaluator=evaluator)
 
@@ -118,7 +126,7 @@ def scored(
         if trainer.state.iteration in scores:
             evaluator.run(cuts.cut(cuts.samples(), [4]))
 
-    trainer.run(cuts.cut(cuts.samples(), [4] * 8), max_iters=updates)
+    trainer.run(cuts.cut(cuts.samples(), [4] * 8), max_iters=updates, resume=resume)
     return checkpoint
 
 
@@ -178,6 +186,200 @@ def test_a_best_that_could_not_be_written_is_not_the_best(asynchronous: bool, tm
     scores = {1: 5.0, 2: 1.0, 3: 2.0, 4: 3.0}
     scored(tmp_path, scores, 5, disk=FailsOnce(), on_error="warn", asynchronous=asynchronous)
     assert scores_in(tmp_path) == {3: 2.0, 5: None}
+
+
+def test_as_many_of_the_best_are_saved_as_stay(tmp_path: Path) -> None:
+    """The second and the third best too, which were no records when they were found, and also after a restart."""
+    scores = {1: 0.3, 2: 0.5, 3: 0.4, 4: 0.6, 5: 0.35, 6: 0.9}
+    scored(tmp_path, scores, 7, keep_best=3)
+    assert scores_in(tmp_path) == {1: 0.3, 3: 0.4, 5: 0.35, 7: None}
+    scored(tmp_path, {8: 0.38, 9: 0.39}, 10, keep_best=3)
+    assert scores_in(tmp_path) == {1: 0.3, 5: 0.35, 8: 0.38, 10: None}
+
+
+@pytest.mark.parametrize(("keep", "of_update_3"), [(1, [0.1]), (99, [0.1, 0.5])], ids=["few stay", "all stay"])
+def test_a_rewind_does_not_remove_the_best(tmp_path: Path, keep: int, of_update_3: list[float]) -> None:
+    """Another line from an earlier checkpoint comes to the same updates with other scores: the best of both lines stays."""
+    options: dict[str, Any] = {"every": 1, "keep": keep, "keep_every": 2}
+    scored(tmp_path, {3: 0.1, 4: 0.2}, 5, **options)
+    checkpoint = scored(tmp_path, {3: 0.5, 4: 0.4}, 5, resume=tmp_path / "update-00000002", **options)
+    assert checkpoint.best == (tmp_path / "update-00000003", 0.1)
+    assert checkpoint.load_best() == checkpoint.best
+    manifests = [entry.manifest for entry in find(tmp_path) if entry.manifest]
+    assert [manifest.score for manifest in manifests if manifest.update == 3] == of_update_3
+
+
+# --- which state an evaluation belongs to ---
+
+TOO_LATE = [
+    Events.EPOCH_STARTED,
+    Events.DATALOADER_STOP_ITERATION,
+    Events.GET_BATCH_STARTED,
+    Events.GET_BATCH_COMPLETED,
+    Events.ITERATION_STARTED,
+    TrainEvents.MICRO_BATCH_STARTED,
+    TrainEvents.GRADIENTS_REDUCED,
+    TrainEvents.GRADIENTS_READY,
+]
+IN_TIME = [TrainEvents.STEP_COMPLETED, Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.COMPLETED]
+HELD_OUT = cuts.cut(cuts.samples(), [16])
+
+
+def by_hand(model: nn.Module) -> float:
+    """The mean loss over the held-out samples."""
+    x, y, w = HELD_OUT[0]
+    with torch.no_grad():
+        return float((w * (x @ model.weight[0] + model.bias - y) ** 2).sum() / w.sum())  # type: ignore[operator]
+
+
+def turning(directory: Path, **options: Any) -> Any:
+    """A run whose weights get better until update 4 and then worse; and the scores by hand of the weights after each update."""
+    model = cuts.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    trainer, evaluator = create_trainer(model, optimizer, cuts.forward), create_evaluator(model, cuts.forward)
+    checkpoint = Checkpoint(directory, score="loss", keep=1, **{"every": 10**6, **options})
+    checkpoint.attach(trainer, evaluator=evaluator)
+    states = {0: by_hand(model)}
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def turn() -> None:
+        states[trainer.state.iteration] = by_hand(model)
+        if trainer.state.iteration == 4:
+            optimizer.param_groups[0]["lr"] = -0.02
+
+    return trainer, evaluator, checkpoint, model, states
+
+
+BATCHES = cuts.cut(cuts.samples(), [8] * 2)  # of the same samples, so that each of the first updates is an improvement
+
+
+def claims_what_it_has(checkpoint: Checkpoint, model: nn.Module) -> int:
+    """Loads the best, compares its score with that by hand of the loaded weights, and returns its update."""
+    path, score = checkpoint.load_best()
+    assert by_hand(model) == pytest.approx(score, rel=1e-9)
+    return int(path.name.removeprefix("update-").partition(".")[0])
+
+
+@pytest.mark.parametrize("how", ["Validation", "plain"])
+@pytest.mark.parametrize("event", [*IN_TIME, *TOO_LATE], ids=str)
+def test_the_best_has_the_score_that_it_claims(tmp_path: Path, event: Any, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """At whatever event the run evaluates: the score is of the weights that are kept, or nothing is and a warning says so."""
+    trainer, evaluator, checkpoint, model, states = turning(tmp_path)
+    stopping, validation = EarlyStopping(evaluator, patience=99), Validation(evaluator, HELD_OUT)
+    stopping.attach(trainer)
+    found: list[float] = []
+    evaluator.add_event_handler(Events.COMPLETED, lambda: found.append(by_hand(model)))
+    if how == "Validation":
+        validation.attach(trainer, event)
+    else:
+        trainer.add_event_handler(event, lambda *_: evaluator.run(HELD_OUT))
+    with caplog.at_level(logging.WARNING):
+        trainer.run(BATCHES, max_epochs=4)
+    warnings = [record.getMessage() for record in caplog.records if "is not kept" in record.getMessage()]
+
+    assert states[4] == min(states.values())
+    for handler in (stopping, *([validation] if how == "Validation" else ())):
+        assert handler.best == pytest.approx(states[handler.best_update], rel=1e-9)
+    if event in IN_TIME:
+        assert warnings == []
+        assert states[claims_what_it_has(checkpoint, model)] == pytest.approx(min(found), rel=1e-9)
+    else:
+        assert len(warnings) == 1
+        assert "evaluate at ITERATION_COMPLETED or EPOCH_COMPLETED" in warnings[0]
+        assert checkpoint.best is None
+
+
+def test_a_best_that_is_missed_is_told_although_the_next_update_is_evaluated_in_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The weights after update 4 are the best, and are evaluated too late; those after update 5 take their place."""
+    trainer, evaluator, checkpoint, model, _ = turning(tmp_path)
+    trainer.add_event_handler(
+        Events.ITERATION_STARTED(once=5) | TrainEvents.STEP_COMPLETED(once=5), lambda: evaluator.run(HELD_OUT)
+    )
+    with caplog.at_level(logging.WARNING):
+        trainer.run(BATCHES, max_epochs=4)
+    assert "update 4 has one of the best scores and is not kept" in caplog.text
+    assert claims_what_it_has(checkpoint, model) == 5
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 2}], ids=["never saved", "saved before the evaluation"])
+@pytest.mark.parametrize("saves", [True, False], ids=["saves", "does not save"])
+def test_the_best_of_a_session(tmp_path: Path, options: dict[str, Any], saves: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Evaluated between two updates, a state has its score if the loop saves it before the next update; or a warning comes."""
+    trainer, evaluator, checkpoint, model, states = turning(tmp_path, **options)
+    with caplog.at_level(logging.WARNING), trainer.session():
+        for micro_batch in BATCHES * 4:
+            trainer.update([micro_batch])
+            evaluator.run(HELD_OUT)
+            if saves:
+                checkpoint.save()
+    assert states[4] == min(states.values())
+    assert claims_what_it_has(checkpoint, model) == (4 if saves else 8)  # the last state is saved by the end of the session
+    assert ("update 1 has one of the best scores and is not kept" in caplog.text) is not saves
+
+
+@pytest.mark.parametrize("updates", [4, 8], ids=["the last is the best", "an earlier one is"])
+def test_the_best_of_several_runs(tmp_path: Path, updates: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Evaluated between two runs, a state has its score as soon as the next run begins or the best is loaded."""
+    trainer, evaluator, checkpoint, model, states = turning(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        evaluator.run(HELD_OUT)  # before the first update: no state of a run
+        for limit in range(2, updates + 1, 2):
+            trainer.run(BATCHES, max_iters=limit)
+            evaluator.run(HELD_OUT)
+    assert states[4] == min(states.values())
+    assert claims_what_it_has(checkpoint, model) == 4
+    assert "is not kept" not in caplog.text
+    before = scores_in(tmp_path)
+    evaluator.run(HELD_OUT)  # of the loaded weights, which are not those after the last update
+    checkpoint.save()
+    assert scores_in(tmp_path)[updates] is None
+    trainer.run(BATCHES, max_iters=updates + 1)
+    assert {update: score for update, score in scores_in(tmp_path).items() if score is not None}.items() <= before.items()
+    assert scores_in(tmp_path)[updates + 1] is None
+
+
+def test_an_evaluation_before_the_run_resumes_saves_nothing(tmp_path: Path) -> None:
+    """The new model would be the newest in the directory, and the run would start from it."""
+    turning(tmp_path)[0].run(BATCHES, max_epochs=1)
+    trainer, evaluator, *_ = turning(tmp_path)
+    evaluator.run(HELD_OUT)
+    trainer.run(BATCHES, max_epochs=2)
+    assert trainer.state.num_steps == 4
+    assert scores_in(tmp_path) == {4: None}
+
+
+def test_the_last_state_of_a_run_that_was_stopped_has_its_score(tmp_path: Path) -> None:
+    """TERMINATE saves it, and the evaluation at COMPLETED comes after that."""
+    trainer, evaluator, checkpoint, model, _ = turning(tmp_path)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: trainer.terminate())
+    trainer.add_event_handler(Events.COMPLETED, lambda: evaluator.run(HELD_OUT))
+    trainer.run(BATCHES, max_epochs=4)
+    assert checkpoint.best is not None
+    assert claims_what_it_has(checkpoint, model) == 4
+
+
+def _between_runs(directory: str) -> Any:
+    model, options = cuts.linear(), UpdateOptions(reduction="explicit")
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.02), cuts.forward, options=options)
+    evaluator = create_evaluator(model, cuts.forward)
+    checkpoint = Checkpoint(directory, score="loss", keep=1)
+    checkpoint.attach(trainer, evaluator=evaluator)
+    for epoch in (1, 2):
+        trainer.run(cuts.shard([[8], [8]]), max_epochs=epoch)
+        evaluator.run(HELD_OUT)
+    path, score = checkpoint.load_best()
+    return path.name, score, by_hand(model)
+
+
+@pytest.mark.slow
+def test_two_ranks_keep_the_best_of_several_runs(tmp_path: Path) -> None:
+    """They save together what was evaluated between two runs, and after the last one."""
+    first, second = run_ranks(_between_runs, str(tmp_path))
+    assert first == second
+    assert first[0].startswith("update-00000002")
+    assert first[2] == pytest.approx(first[1], rel=1e-9)
 
 
 def test_scores_of_another_metric_do_not_compete(tmp_path: Path) -> None:

@@ -378,7 +378,7 @@ def test_the_best_of_an_earlier_process_is_known(tmp_path: Path) -> None:
     evaluator = create_evaluator(model, forward)
     given = iter([3.0, 0.5])
     evaluator.add_event_handler(Events.COMPLETED, lambda engine: engine.state.metrics.update(score=next(given)))
-    Checkpoint(tmp_path, score="score", mode="min", every=100, keep=99, keep_best=99).attach(trainer, evaluator=evaluator)
+    Checkpoint(tmp_path, score="score", mode="min", every=100, keep=99).attach(trainer, evaluator=evaluator)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(LOADER[:1]))
     trainer.run(LOADER[:1], max_epochs=4)
     assert names(tmp_path) == ["1", "2", "4"]

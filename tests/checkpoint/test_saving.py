@@ -750,30 +750,25 @@ def _stays(saves: list[tuple[int, float | None]], rule: Retention, index: int) -
     """By the words of the rule, one save at a time; `saves` are in the order in which they were written."""
     update, score = saves[index]
     latest = [i for i, (other, _) in enumerate(saves) if other not in [later for later, _ in saves[i + 1 :]]]
-    if index not in latest:
-        return False
     newer = [i for i in latest if i > index]
-    first = [update for update, _ in saves].index
 
-    def beats(other: int) -> bool:
-        theirs = saves[other][1]
+    def beats(theirs: float) -> bool:
         assert score is not None
-        if theirs is None or other == index:
-            return False
         return theirs < score if rule.lower_is_better else theirs > score
 
-    if score is not None:
-        before = [i for i in latest if beats(i) or (first(saves[i][0]) < first(update) and saves[i][1] == score)]
+    if score is not None and (update, score) not in saves[index + 1 :]:
+        earlier = {save for save in saves[: saves.index((update, score))] if save[1] == score}
+        before = {save for save in saves if save[1] is not None and beats(save[1])} | earlier
         if len(before) < rule.best:
             return True
-    return len(newer) < rule.last or (rule.every is not None and update % rule.every == 0)
+    return index in latest and (len(newer) < rule.last or (rule.every is not None and update % rule.every == 0))
 
 
 @pytest.mark.slow
 @given(_saves, _rules, st.randoms(use_true_random=False))
 @settings(max_examples=300, deadline=None)
 def test_what_stays_is_what_the_rule_says(saves, rule, random):
-    """The last, the best and every so many of what was saved, an update that was saved again only once; in any order."""
+    """The last, the best and every so many of what was saved, an update with a score only once; in any order."""
     manifests = [manifest(update, score=score, serial=serial) for serial, (update, score) in enumerate(saves, start=1)]
     shuffled = random.sample(manifests, len(manifests))
     gone = {shuffled[index].serial - 1 for index in rule.surplus(shuffled)}
@@ -803,17 +798,17 @@ def test_of_equal_scores_the_first_is_the_best(tmp_path, updates, stays):
 @pytest.mark.slow
 @given(_saves, _rules)
 def test_the_best_score_is_the_best(saves, rule):
-    """Better means lower or higher, as the rule says; no score is better than none, and NaN is not."""
-    scores = [score for _, score in saves if score is not None]
-    best = rule.best_of([manifest(update, score=score) for update, score in saves])
+    """Better means lower or higher, as the rule says; a state stays if there are too few, and with NaN it does not."""
+    scored = [*dict.fromkeys((update, score) for update, score in saves if score is not None)]
+    best = rule.best_of(rule.scored(manifest(update, score=score) for update, score in saves))
 
-    assert best == (None if not scores else min(scores) if rule.lower_is_better else max(scores))
-    assert not rule.is_better(float("nan"), best)
-    for score in scores:
-        assert best is not None
-        assert not rule.is_better(score, best)
-        assert rule.is_better(best - 1 if rule.lower_is_better else best + 1, score)
-        assert rule.is_better(score, None)
+    assert best == sorted(scored, key=lambda save: save[1] if rule.lower_is_better else -save[1])[: rule.best]
+    assert not rule.is_among_best(float("nan"), best)
+    assert len(best) == rule.best or rule.is_among_best(1e9, best)
+    if len(best) == rule.best:
+        worst = best[-1][1]
+        assert not rule.is_among_best(worst, best)
+        assert rule.is_among_best(worst - 1 if rule.lower_is_better else worst + 1, best)
 
 
 def test_pruning_follows_the_rule_on_the_disk(tmp_path):

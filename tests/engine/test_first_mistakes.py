@@ -1348,6 +1348,7 @@ def test_an_evaluator_that_nothing_runs(tmp_path: Path, caplog: pytest.LogCaptur
     """It is said before the first batch, unless a function of the script's may run it."""
     says = (
         "Checkpoint, EarlyStopping, ProgressLog: given an evaluator that no handler runs; attach Validation(evaluator, loader)"
+        ", unless the script runs it between two runs"
     )
     for number, own in enumerate((None, lambda: None)):
         _, _, trainer = make(summed)

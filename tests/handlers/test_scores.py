@@ -21,6 +21,7 @@ import cuts
 from bits import bit_by_bit
 from ignite_train import CheckpointError, Evaluator, Trainer, TrainEvents, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint, EarlyStopping, ReduceOnPlateau, Validation
+from ignite_train.kinds_of_handlers import ScoreHandler
 from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
 
@@ -53,6 +54,27 @@ class Scripted:
     def run(self, max_iters: int | None = None, **options: Any) -> int:
         """The update after which it ended."""
         return self.trainer.run(DATA, max_iters=max_iters or self.length, **options).iteration
+
+
+def test_an_evaluation_before_the_step_is_of_the_update_before() -> None:
+    """The weights after each update are reacted to once, at whatever event they are evaluated, and the first weights never."""
+    trainer, evaluator = (scripted := Scripted([])).trainer, create_evaluator(scripted.model, cuts.forward)
+    found: list[tuple[int, float]] = []
+
+    class Noting(ScoreHandler):
+        def on_score(self, trainer: Trainer, score: float) -> None:
+            found.append((trainer.updates_done, score))
+
+    Noting(evaluator, "loss", "min").attach(trainer)
+    events = Events.ITERATION_STARTED | TrainEvents.GRADIENTS_READY | Events.EPOCH_COMPLETED
+    trainer.add_event_handler(events, lambda: evaluator.run(DATA[:1]))
+    by_hand: list[float] = []
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda: by_hand.append(cuts.forward(scripted.model, DATA[0]).loss.item() / float(DATA[0][2].sum())),
+    )
+    trainer.run(DATA, max_epochs=1)
+    assert found == [(update, pytest.approx(score, rel=1e-9)) for update, score in enumerate(by_hand, start=1)]
 
 
 # --- the stages of an event ---
