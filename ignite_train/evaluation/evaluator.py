@@ -115,8 +115,8 @@ class Evaluator(Loop):
 
         Raises:
             TypeError: `data` cannot be iterated.
-            ValueError: `max_epochs` is not 1; or the sampler repeats samples, which would count twice; or no rank has a sample; or
-                the ranks have different numbers of micro-batches and the evaluator was made with `uneven="error"`.
+            ValueError: `max_epochs` is not 1; or the sampler repeats samples, which would count twice; or no rank has a sample;
+                or the ranks have different numbers of micro-batches and the evaluator was made with `uneven="error"`.
         """
         self.progress.refuse_nested_run()
         if max_epochs not in (None, 1):
