@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_train.arguments import describe
 from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.events import TrainEvents
 from ignite_train.forward import ForwardOutput
@@ -227,6 +226,6 @@ class Gather:
 
 def _replaced_too_late(batch: Any) -> TypeError:
     return TypeError(
-        f"state.batch must be replaced before the update reads it, got {describe(batch)} in an event of a micro-batch; attach "
-        "the handler to GET_BATCH_COMPLETED or ITERATION_STARTED"
+        f"state.batch must be replaced before the update reads it, got another one, a {type(batch).__name__}, in an event of a "
+        "micro-batch; attach the handler to GET_BATCH_COMPLETED or ITERATION_STARTED"
     )

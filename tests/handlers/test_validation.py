@@ -23,6 +23,7 @@ from log_messages import messages_from_here
 from ranks import run_ranks
 
 DATA, HELD_OUT = cuts.cut(cuts.samples(), [8, 8, 8]), cuts.cut(cuts.samples(seed=1), [8, 4])
+ONCE = (Events.EPOCH_COMPLETED, Events.COMPLETED, Events.ITERATION_COMPLETED(once=9))
 COPIED = "its evaluator runs another model object than the trained one"
 
 
@@ -84,7 +85,7 @@ def by_hand(updates: list[cuts.Sample]) -> float:
     return float((w * (x @ reached["weight"] + reached["bias"] - y).square()).sum() / w.sum())
 
 
-@pytest.mark.parametrize("event", [Events.EPOCH_COMPLETED, Events.COMPLETED, Events.ITERATION_COMPLETED(once=9)], ids=str)
+@pytest.mark.parametrize("event", ONCE, ids=["epoch", "end", "update 9"])
 def test_an_iterator_that_is_read_once_is_fine(event: Any) -> None:
     """Also in a run of several epochs of which one is left."""
     trainer = make()
