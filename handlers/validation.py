@@ -11,14 +11,14 @@ from typing import Any, Literal
 from ignite.engine import Engine, Events, RemovableEventHandle
 from torch import nn
 
-from ignite_train.arguments import COUNT, NUMBER, TEXT, check_fields, describe, optional, positive_int
+from ignite_train.arguments import COUNT, MAPPING, NUMBER, TEXT, check_fields, describe, optional, positive_int
 from ignite_train.engine.dispatch import Attachable, Dispatcher, attached, is_of_library, stateful_handlers
 from ignite_train.engine.limits import checked_loader, refuse_used_iterator
 from ignite_train.evaluation.evaluator import Evaluator, kept_state
 from ignite_train.events import Event
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.metrics import refuse_other_mode, score_in, score_mode
-from ignite_train.model.random_state import kept_random_state
+from ignite_train.model.random_state import generators_within, get_generator_state, kept_random_state, set_generator_state
 from ignite_train.model.unchanged_copy import UnchangedCopy
 from ignite_train.ranks import collectives
 from ignite_train.ranks.wrapping import unwrap
@@ -232,9 +232,10 @@ class Validation(Handler):
         self.evaluator.terminate(skip_completed=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """The best score, its update and the latest one validated, and which scores are better."""
+        """The best score, its update and the latest one validated, which scores are better, and the loader's generators."""
         best = {"best": self.best, "best_update": self.best_update, "score": self.score, "mode": self.mode}
-        return best | {"latest_update": self._latest_update}
+        generators = {name: get_generator_state(one) for name, one in generators_within(self.loader).items()}
+        return best | {"latest_update": self._latest_update} | ({"generators": generators} if generators else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores them.
@@ -245,10 +246,15 @@ class Validation(Handler):
         count = optional(COUNT)
         fields = {"best": optional(NUMBER), "best_update": count, "score": TEXT, "mode": TEXT, "latest_update": count}
         check_fields("Validation", state_dict, fields)
+        generators = state_dict.get("generators", {})  # a loader need not hold one
+        check_fields("Validation", {"generators": generators}, {"generators": MAPPING})
         if self._default is None:
             refuse_other_mode(self.score, self.mode, state_dict["score"], state_dict["mode"])
         else:
             self.score, self.mode = state_dict["score"], state_dict["mode"]
         self.best, self.best_update = state_dict["best"], state_dict["best_update"]
         self._latest_update = state_dict["latest_update"]
+        for name, generator in generators_within(self.loader).items() if generators else ():
+            if name in generators:
+                set_generator_state(generator, generators[name])
         self.is_best = self.best_update is not None and self.best_update == self._latest_update

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ignite.engine import Engine, Events
@@ -14,10 +17,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import cuts
 from ignite_train import Trainer, create_evaluator, create_trainer
-from ignite_train.handlers import LearningRateSchedule, ModelEMA, MomentumTeacher, Validation
+from ignite_train.handlers import Checkpoint, LearningRateSchedule, ModelEMA, MomentumTeacher, Validation
 from ignite_train.model.unchanged_copy import UnchangedCopy
 from log_messages import messages_from_here
 from ranks import run_ranks
@@ -237,3 +241,51 @@ def warnings_of(kind: str) -> list[int]:
 def test_a_copy_on_ranks(kind: str, of_copy: int) -> None:
     """The trained model is known as such in its wrapper, and the first rank alone warns of a copy, unless it is sharded."""
     assert run_ranks(warnings_of, kind) == [[0, of_copy], [0, 0]]
+
+
+# --- a loader that draws ------------------------------------------------------------------------------------------------------
+
+
+class Noisy(Dataset[cuts.Sample]):
+    """Samples, with noise of a generator of its own if it is given one."""
+
+    def __init__(self, generator: random.Random | np.random.Generator | None = None) -> None:
+        self._generator, (self._x, self._y, self._weight) = generator, cuts.samples(seed=1)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> cuts.Sample:
+        noise = 0.0 if self._generator is None else self._generator.random()
+        return self._x[index] + noise, self._y[index], self._weight[index]
+
+
+def loader_that_draws(kind: str) -> DataLoader[Any]:
+    if kind == "torch":  # another third of the samples in each validation
+        return DataLoader(Noisy(), sampler=RandomSampler(Noisy(), num_samples=4, generator=torch.Generator()))
+    return DataLoader(Noisy(random.Random(0) if kind == "python" else np.random.default_rng(0)), batch_size=4)  # noqa: S311
+
+
+@pytest.mark.parametrize("kind", ["torch", "python", "numpy"])
+def test_a_loader_that_draws_goes_on_where_it_was(kind: str, tmp_path: Path) -> None:
+    """A resumed run has the scores of one that was not interrupted: its loader's own generators are saved."""
+
+    def run(directory: Path, max_epochs: int) -> list[float]:
+        trainer, scores = make(), list[float]()
+        evaluator = create_evaluator(trainer.model, cuts.forward)
+        Validation(evaluator, loader_that_draws(kind)).attach(trainer)
+        evaluator.add_event_handler(Events.COMPLETED, lambda: scores.append(evaluator.state.metrics["loss"]))
+        Checkpoint(directory).attach(trainer)
+        trainer.run(DATA, max_epochs=max_epochs)
+        return scores
+
+    whole = run(tmp_path / "whole", 4)
+    assert len({*whole}) == 4
+    assert run(tmp_path / "parts", 2) + run(tmp_path / "parts", 4) == whole
+
+
+def test_generators_that_are_none_are_refused() -> None:
+    validation = Validation(create_evaluator(cuts.linear(), cuts.forward), loader_that_draws("python"))
+    state = validation.state_dict()
+    with pytest.raises(ValueError, match=r"state_dict\['generators'\] must be a mapping, got 3"):
+        validation.load_state_dict({**state, "generators": 3})
