@@ -150,15 +150,18 @@ def checkpoint_to_resume(own: CheckpointDirectory, resume: str | Path, *, begins
         CheckpointError: there must be one, and none was found; or all are damaged; or the directory cannot be read; or one of
             them has a newer format.
     """
-    directory = own
+    directory, own_first = own, False
     if not (isinstance(resume, str) and resume in _WORDS):
-        directory = CheckpointDirectory(path_of("resume", resume).resolve(), own.disk)
+        named = path_of("resume", resume)
+        directory = CheckpointDirectory(named.resolve(), own.disk)
+        # What is named inside of the run's own directory is chosen there, also where it is a link.
+        around = {directory.path, *directory.path.parents, *named.absolute().parents}
+        own_first = begins and not around & {own.path.resolve(), own.path.absolute()}
         if not any(together(collectives.gather_objects, "looking for checkpoints", partial(_is_there, directory))):
             hint = did_you_mean(resume, _WORDS)
             if directory.path.is_file() or directory.path.suffix:
                 hint = "; for the weights of a file alone write load_weights(model, path) of ignite_train.checkpoint"
             raise ValueError(f"resume must be 'auto', 'must', 'never' or a directory that exists, got {str(resume)!r}{hint}")
-    own_first = begins and directory is not own and own.path.resolve() not in (directory.path, *directory.path.parents)
 
     def look() -> _Found | None:
         found = _look(own, tidies=True) if own_first and _main() else None

@@ -306,8 +306,8 @@ def test_the_document_names_handlers_and_arguments_that_exist() -> None:
     of_torch |= {"foreach", "fused", "grad_dtype", "reduce_dtype", "reshard_after_forward", "static_graph"}
     of_torch |= {"allreduce_hook", "bucket_cap_mb"}
     of_others = {"every", "master_port", "create_evaluator", "create_trainer", *UpdateOutput.__dataclass_fields__}
-    of_others |= {"max_iters", "epoch_length", "terminate_epoch"}  # of a run
-    of_others |= {"mesh"}  # of loaders and samplers
+    of_others |= {"max_epochs", "max_iters", "epoch_length", "terminate_epoch"}  # of a run
+    of_others |= {"mesh", "drop_last"}  # of loaders and samplers
 
     assert sorted({*HANDLERS} - {*handlers.__all__}) == []
     assert sorted({*HANDLERS} - {*inline}) == []
