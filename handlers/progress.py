@@ -158,7 +158,7 @@ class ProgressLog(Handler):
         return metrics
 
     def _scores(self, trainer: Trainer) -> Iterator[str | None]:
-        """What the handlers of the run follow of the evaluators that are shown."""
+        """The scores of the shown evaluators that handlers of the run follow."""
         for handler in (trainer.checkpoint, *stateful_handlers(trainer).values()):
             found = handler.scores() if isinstance(handler, Attachable) else ()
             yield from (name for evaluator, name, _ in found if evaluator in self._evaluators)

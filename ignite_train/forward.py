@@ -50,7 +50,7 @@ OF_THIS_MICRO_BATCH: TermTotals = None
 """The update has one micro-batch, whose denominators are those of the whole update."""
 
 UNCOUNTED: TermTotals = {}
-"""No function has counted them, and those of a micro-batch are not those of the update, or are not what it is divided by."""
+"""No function has counted them. The denominators of one micro-batch are not enough, or gradients are not divided by them."""
 
 _PLAIN_NUMBERS = {int, float}  # asking for a plain number first is faster than isinstance(x, Tensor)
 

@@ -257,7 +257,7 @@ class TrainState(_Carrying):
             raise refuse_attribute(self, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy has: everything but what the trainer tells."""
+        """A copy has everything but the functions of the trainer."""
         return {name: value for name, value in vars(self).items() if name not in ("_progress", "_size_of")}
 
     def __repr__(self) -> str:

@@ -431,7 +431,7 @@ class Trainer(Loop):
             self.logger.warning(
                 f"nothing to do: epoch {self.state.epoch} and update {self.state.iteration} are reached and the limit is "
                 f"max_epochs={max_epochs}, max_iters={max_iters}; the checkpoint is of a later call of run, which resumes from "
-                "it; where there is none, raise the limit to continue"
+                "it; if the script has no later call, raise the limit to continue"
             )
         return bool(passed)
 

@@ -32,7 +32,7 @@ class Cadence(Piggyback):
 
     Attributes:
         best: the best of the states that were saved: the update of each, and its score.
-        awaited: the update whose state is to be saved for its score; None if there is none.
+        awaited: the update whose state waits to be saved for its score, or None.
 
     Raises:
         TypeError, ValueError: an interval is not a positive number.
@@ -109,7 +109,7 @@ class Cadence(Piggyback):
             self.best = self._retention.best_of([*self.best, (self._score[0], score)])
 
     def note_evaluation(self, update: int, metrics: Mapping[str, Any]) -> None:
-        """An evaluation is done. If its score is one of the best, the state that it is of is to be saved.
+        """An evaluation is done. If its score is one of the best, it asks for a save of the evaluated state.
 
         Of several evaluations after the same update the first counts, as for handlers that react to a score: a later one may
         be of other data. Those before the first update do not count.

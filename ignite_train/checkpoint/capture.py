@@ -428,7 +428,7 @@ def _held(
 
 
 def _schedules(value: Any) -> Iterator[LRScheduler]:
-    """A schedule with the parts of it, or that of a bound method; of a list those that stand first."""
+    """Finds the schedules in a value: itself and its parts, the owner of a bound method, or the first entries of a list."""
     value = value.__self__ if isinstance(value, MethodType) else value
     if isinstance(value, LRScheduler):
         yield value

@@ -347,7 +347,7 @@ class DataPosition:
             )
 
     def _sampler_states(self) -> dict[str, Any]:
-        """What the samplers keep that have a state: that of the opening of the pass gives its order once more."""
+        """The states of the samplers that have one. The state of the opening of a pass gives the same order once more."""
         states = [[type(one).__name__, copy.deepcopy(one.state_dict())] for one in self._samplers]
         return {"sampler_states": states} if states else {}
 

@@ -54,7 +54,7 @@ class Progress:
         data_ended: the pass of the epoch before has ended in this run, or before its interrupt, by itself.
         interrupted: the latest run was ended by `interrupt`, and the next one continues it.
         ended: the latest run has come to its closing events.
-        resumed: the state is that of a checkpoint, and no run has begun with it yet.
+        resumed: the state was restored from a checkpoint, and no run has begun with it yet.
         micro_batches_before: `state.num_micro_batches` before the running update.
         warned: what was warned about and is not said again.
     """

@@ -175,7 +175,7 @@ def _findings(probe: _Probe) -> list[str]:
 
 
 def _means(probe: _Probe, names: Sequence[str], part: dict[str, float]) -> list[str]:
-    """Those of `names` that are means: they do not grow with the samples, and are not alike in all parts.
+    """Selects the `names` of means: their values do not grow with the samples, and are not alike in all parts.
 
     What is alike in all of them is a constant, or cannot be told from one.
 

@@ -1,4 +1,4 @@
-"""A copy of the trained model that is evaluated in its place, and stays as it is."""
+"""A copy of the trained model that is evaluated in its place, and that nothing trains."""
 
 from __future__ import annotations
 

@@ -18,12 +18,12 @@ _MOST = 3  # differences that an error names
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What must be the same on several ranks, in words by name.
+    """Settings that must be the same on several ranks, in words by name.
 
     Attributes:
         of_all: on all ranks.
         sharing: the ranks among which samples are dealt out, in increasing order; empty where that is not known.
-        of_data: on those of them that have such an entry.
+        of_data: on the sharing ranks that have such an entry.
     """
 
     of_all: Mapping[str, str] = field(default_factory=dict)

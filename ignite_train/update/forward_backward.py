@@ -107,7 +107,7 @@ class ForwardBackward:
         self.terms = None if count is None else LossTerms(count, counts=self.counts)
         self.term_totals: TermTotals = UNCOUNTED
         self._splits = self.options.on_out_of_memory == "split"
-        # Then the denominators of a single micro-batch are those of the update, and what it is divided by.
+        # If so, the update is divided by the denominators of a single micro-batch.
         self._may_be_whole = collectives.world_size() == 1 and self.options.normalize and not self._splits
         if self.options.retain_graph or self.options.create_graph:
             self.run_backward = partial(self.run_backward, retain_graph=True, create_graph=self.options.create_graph)

@@ -1,4 +1,4 @@
-"""A guard around the user's code inside an update: gradients that are a sum there stay as they are, and none of it steps."""
+"""A guard around the user's code inside an update: it must not change gradients, which are a sum there, and must not step."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class HandlerGuard:
                 "step along; use torch.autograd.grad(loss, inputs)"
             )
         raise ForwardContractError(
-            f"forward must not change gradients, and that of {name} is {'gone' if parameter.grad is None else 'another one'} "
+            f"forward must not change gradients, and the one of {name} is {'gone' if parameter.grad is None else 'another one'} "
             "now: it called zero_grad() or backward(), and .grad is the sum over the earlier micro-batches; leave out "
             "zero_grad(), which the trainer calls after each update, and for gradients of your own use "
             "torch.autograd.grad(loss, inputs)"
