@@ -58,7 +58,7 @@ class Resumption:
         self._config, self._on_changed_data = config, on_changed_data
         self._state: RunState | None = None  # until its objects are put back for the second time
         self._half_restored: Path | None = None  # the checkpoint of which some object has raised when it was given its state
-        self._again: str | Path = "must"  # what a call of `run` resumes from whose checkpoint an earlier call has read already
+        self._again: str | Path = "must"  # the `resume` of the next call of `run`, where this one had nothing to do
 
     def restore(self, resume: str | Path) -> Manifest | None:
         """Does what `resume` asks for; see `Trainer.run`. Collective.
@@ -72,7 +72,7 @@ class Resumption:
         """
         trainer = self._run.trainer
         begins = not (trainer.state.iteration or trainer.state.epoch) or self._half_restored is not None
-        if trainer.progress.resumed:  # what the script has done since then was done before that checkpoint
+        if trainer.progress.resumed:  # the script repeats what it did before that checkpoint
             begins, resume = True, self._again if resume in _WORDS else resume
         if resume in ("auto", "never") and not begins:
             return None

@@ -320,7 +320,9 @@ def test_zero_grad_in_forward(name: str) -> None:
 
     model, optimizer, trainer = make(clearing, accumulation_steps=4)
     before = model.weight.detach().clone()
-    says = r"forward must not change gradients, and that of '(weight|bias)' is (gone|another one) now: it called zero_grad\(\)"
+    says = (
+        r"forward must not change gradients, and the one of '(weight|bias)' is (gone|another one) now: it called zero_grad\(\)"
+    )
     assert_one_line((ForwardContractError, says, lambda: trainer.run(DATA * 2)))
     assert trainer.state.num_micro_batches == 0
     assert torch.equal(model.weight, before)
@@ -410,7 +412,7 @@ def test_a_mistake_in_a_later_evaluation_of_a_closure() -> None:
         return summed(model, batch)
 
     _, _, trainer = make(forward, UpdateOptions(closure=True), optimizer=torch.optim.LBFGS, accumulation_steps=2)
-    with pytest.raises(ForwardContractError, match="forward must not change gradients, and that of 'weight' is gone"):
+    with pytest.raises(ForwardContractError, match="forward must not change gradients, and the one of 'weight' is gone"):
         trainer.run(DATA)
     assert calls == 4
 
