@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from ignite_train.arguments import COUNT, check_fields
 from ignite_train.data.description import Seekable, attributes_of_samplers, changes, describe_data, length_of
 from ignite_train.data.resumable_loader import ResumableLoader
-from ignite_train.data.samplers import samplers_of
 from ignite_train.errors import CheckpointError, TrainingError
 from ignite_train.internals.of_torch import pass_of, sampler_pass_of
 from ignite_train.model.random_state import (
@@ -33,7 +32,7 @@ _logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class _Stateful(Protocol):
-    """A loader that saves its own position, such as torchdata's StatefulDataLoader; or a sampler that saves what it keeps."""
+    """A loader that saves its own position, such as torchdata's StatefulDataLoader."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -120,9 +119,6 @@ class DataPosition:
         self._loader, self._num_ranks = loader, collectives.world_size()
         self._seekable = loader if isinstance(loader, Seekable) else None
         self._stateful = loader if self._seekable is None and isinstance(loader, _Stateful) else None
-        has_other_way = self._stateful is not None or self._seekable is not None
-        samplers = samplers_of(loader) if isinstance(loader, DataLoader) and not has_other_way else iter(())
-        self._samplers = [sampler for sampler in samplers if isinstance(sampler, _Stateful)]
         self._description = describe_data(loader)
         self._first_sample = 0
         self._opening: dict[str, Any] = {}
@@ -158,11 +154,8 @@ class DataPosition:
         else:
             self._go_to_the_start(saved)
             generators = capture_random_state()
-        place = saved["opening"] if self.reads_past and "opening" in saved else saved
-        self._set_sampler_states(place)
-        self._warn_of_changed_samplers(place)
+        self._warn_of_changed_samplers(saved["opening"] if self.reads_past and "opening" in saved else saved)
         before = {**generators, "own": self._own_generators(), "samplers": attributes_of_samplers(self._loader)}
-        before |= self._sampler_states()
         if not skip:
             self._before_opening = before
         if self._seekable is None and not self._opening:
@@ -211,7 +204,6 @@ class DataPosition:
         """Puts the generators back to what they were before the pass was opened, at the start of an epoch."""
         restore_random_state(self._before_opening)
         self._set_own_generators(self._before_opening["own"])
-        self._set_sampler_states(self._before_opening)
 
     def note(self, *, exhausted: bool) -> None:
         """Call it when a group was read, before anything is read ahead, and when the loader is exhausted."""
@@ -239,7 +231,6 @@ class DataPosition:
             return position | {"loader": state, **own, "opening": self._opening}
         if isinstance(self._loader, DataLoader):
             position["workers"], position["samplers"] = self._loader.num_workers, attributes_of_samplers(self._loader)
-            position |= self._sampler_states()
         return position | {"opening": self._opening}
 
     def _compare(self, saved: Mapping[str, Any], *, in_epoch: bool) -> None:
@@ -341,21 +332,10 @@ class DataPosition:
         ]
         if changed and self._stateful is None:
             _logger.warning(
-                f"the sampler is not as it was at this place of the data ({', '.join(changed)}), since its attributes are not "
-                "saved: if its order depends on them, samples are missed and others used twice; let the order depend on "
-                "set_epoch(epoch), or on a random generator that the sampler holds, or give it state_dict and load_state_dict"
+                f"the sampler is not as it was at this place of the data ({', '.join(changed)}), since what it keeps is not "
+                "saved with the place: if its order depends on them, samples are missed and others used twice; let the order depend on "
+                "set_epoch(epoch), or on a random generator that the sampler holds"
             )
-
-    def _sampler_states(self) -> dict[str, Any]:
-        """The states of the samplers that have one. The state of the opening of a pass gives the same order once more."""
-        states = [[type(one).__name__, copy.deepcopy(one.state_dict())] for one in self._samplers]
-        return {"sampler_states": states} if states else {}
-
-    def _set_sampler_states(self, place: Mapping[str, Any]) -> None:
-        states = place.get("sampler_states", [])
-        if [name for name, _ in states] == [type(one).__name__ for one in self._samplers]:
-            for one, (_, state) in zip(self._samplers, states, strict=True):
-                one.load_state_dict(copy.deepcopy(state))
 
     def _own_generators(self) -> dict[str, Any]:
         found = self._find_own_generators()

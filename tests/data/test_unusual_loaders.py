@@ -50,10 +50,6 @@ def make(accumulation_steps: Any = 1, **arguments: Any) -> tuple[Trainer, list[l
     return create_trainer(model, optimizer, forward, accumulation_steps=accumulation_steps, **arguments), seen
 
 
-def fail() -> None:
-    raise ZeroDivisionError
-
-
 # --- lengths ---------------------------------------------------------------------------------------------------------------
 
 
@@ -189,16 +185,6 @@ class CountingInTensor(Counting):
         self.passes = torch.tensor(0)  # type: ignore[assignment]
 
 
-class Saved(Shuffling):
-    """The same, with a state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"passes": self.passes}  # the list itself, which the next pass changes
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.passes = state_dict["passes"]
-
-
 class Told(Counting):
     """The same, by the epoch that it is told; a pass leaves something behind."""
 
@@ -251,46 +237,6 @@ def test_a_sampler_that_remembers_passes_is_warned_about(
     warned = any("the sampler is not as it was" in line and f"{kind.__name__}.passes: " in line for line in caplog.messages)
     assert warned == (seen != expected)
     assert warned is False or kind in (Counting, Shuffling, CountingInTensor)
-
-
-@pytest.mark.parametrize("is_in_to_save", [False, True])
-@pytest.mark.parametrize("limits", [{}, {"epoch_length": 3}], ids=["epochs", "stream"])
-def test_a_sampler_with_a_state_goes_on(
-    limits: dict[str, int], is_in_to_save: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Resumed after any update, it gives the order of that pass once more, also where `to_save` has its state of later."""
-
-    def train(*stops: int) -> Any:
-        done = list[Any]()
-        for updates in (*stops, 11):
-            sampler: Any = Saved()
-            trainer, seen = make()
-            to_save = {"sampler": sampler} if is_in_to_save else {}
-            Checkpoint(tmp_path / str(stops), to_save=to_save).attach(trainer)
-            trainer.run(DataLoader(torch.arange(4), 1, sampler=sampler), max_iters=updates, **limits)
-            done += seen
-        return done, sampler.passes
-
-    expected, order = list[Any](), [0, 1, 2, 3]
-    for _ in range(3):
-        order.append(order.pop(0))
-        expected += [[index] for index in order]
-    assert train() == (expected[:11], order)
-    assert [stop for stop in range(1, 11) if train(stop) != (expected[:11], order)] == []
-    assert "the sampler is not as it was" not in caplog.text
-
-
-def test_a_sampler_with_a_state_repeats_an_update_that_was_broken_off(tmp_path: Path) -> None:
-    """Also the first of an epoch, in the same process."""
-    for failing in (5, 6):
-        sampler: Any = Saved()
-        trainer, seen = make()
-        Checkpoint(tmp_path / str(failing)).attach(trainer)
-        loader = DataLoader(torch.arange(4), 1, sampler=sampler)
-        with trainer.add_event_handler(Events.ITERATION_STARTED(once=failing), fail), pytest.raises(ZeroDivisionError):
-            trainer.run(loader, max_epochs=2)
-        trainer.run(loader, max_epochs=2)
-        assert seen == [[1], [2], [3], [0], [2], [3], [0], [1]]
 
 
 @pytest.mark.parametrize(
