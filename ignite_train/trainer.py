@@ -23,7 +23,7 @@ from ignite_train.data.run_data import RunData, known_size
 from ignite_train.engine.dispatch import Attachable, Stateful, add_counters
 from ignite_train.engine.ignite_state import from_ignite_state, is_ignite_state
 from ignite_train.engine.introduction import introduction
-from ignite_train.engine.limits import checked_limits, checked_loader, passed_limit
+from ignite_train.engine.limits import checked_limits, checked_loader
 from ignite_train.engine.loop import Loop
 from ignite_train.engine.sections import Sections
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
@@ -222,8 +222,8 @@ class Trainer(Loop):
         """Trains until a limit is reached.
 
         A second call continues where the first ended, whether by its limit, by `terminate` or by an exception; a run that has
-        reached its limit does nothing and says so. So does a call that resumes from a checkpoint beyond its limit, which a
-        later call in the script has written: that call resumes from it again. All ranks must call it.
+        reached its limit does nothing and says so. All ranks must call it. A script that is started again needs a trainer and a
+        `Checkpoint` for each call, see "Several stages in one script" in the cookbook.
 
         Args:
             data: a loader of micro-batches, sized or not; the trainer groups them. Ranks may have different numbers. With None,
@@ -245,7 +245,7 @@ class Trainer(Loop):
 
         Raises:
             TypeError: `data` cannot be iterated, or a limit is not an integer.
-            ValueError: a limit is below 1, or below what this process has trained already, or both are given, or there is no
+            ValueError: a limit is below 1, or below what was trained already, or both are given, or there is no
                 data, or an iterator ended before the limit, or `resume` asks for what is not there, or a layer that was
                 replaced, added or thawed has trainable parameters that no optimizer steps, which is looked at as each epoch
                 begins.
@@ -258,8 +258,6 @@ class Trainer(Loop):
         self.data.begin_run(loader, epoch_length)
         with self._resuming(resume):
             limits = checked_limits(state, max_epochs, max_iters)
-            if self._is_of_later_call(max_epochs, max_iters):
-                return state
             is_renewed = self.has_handlers(Events.DATALOADER_STOP_ITERATION)  # by a handler that puts another iterator there
             self.data.refuse_used_iterator(loader, None if is_renewed else limits[0])
             state.max_epochs, state.max_iters = limits
@@ -303,10 +301,8 @@ class Trainer(Loop):
         state = self.state
         with self._resuming(resume):
             self._refuse_open_epoch("session was opened")
-            limit = state.max_iters if max_iters is None else checked_limits(state, None, max_iters)[1]
-            if passed := passed_limit(state, None, max_iters):
-                raise ValueError(f"{passed}; where a script has several sessions, skip those whose updates are done")
-            state.max_epochs, state.max_iters = None, limit
+            state.max_epochs = None
+            state.max_iters = state.max_iters if max_iters is None else checked_limits(state, None, max_iters)[1]
             self.requests.begin()
             self.data.stream = None
             with super().session():
@@ -417,23 +413,6 @@ class Trainer(Loop):
                 f"{what} in the middle of epoch {self.state.epoch}, which run has left after update "
                 f"{self.state.iteration}; end the epoch with run first"
             )
-
-    def _is_of_later_call(self, max_epochs: int | None, max_iters: int | None) -> bool:
-        """Whether a call of `run` has nothing to do, since a later call in the script has written the checkpoint.
-
-        Raises:
-            ValueError: the limit of the call is passed, and not by a checkpoint.
-        """
-        passed = passed_limit(self.state, max_epochs, max_iters)
-        if passed and not self.progress.resumed:
-            raise ValueError(passed)
-        if passed:
-            self.logger.warning(
-                f"nothing to do: epoch {self.state.epoch} and update {self.state.iteration} are reached and the limit is "
-                f"max_epochs={max_epochs}, max_iters={max_iters}; the checkpoint is of a later call of run, which resumes from "
-                "it; if the script has no later call, raise the limit to continue"
-            )
-        return bool(passed)
 
     def _expected_length(self, data: Any) -> int | None:
         return self.data.expected_length(data)

@@ -58,7 +58,6 @@ class Resumption:
         self._config, self._on_changed_data = config, on_changed_data
         self._state: RunState | None = None  # until its objects are put back for the second time
         self._half_restored: Path | None = None  # the checkpoint of which some object has raised when it was given its state
-        self._again: str | Path = "must"  # the `resume` of the next call of `run`, where this one had nothing to do
 
     def restore(self, resume: str | Path) -> Manifest | None:
         """Does what `resume` asks for; see `Trainer.run`. Collective.
@@ -72,8 +71,6 @@ class Resumption:
         """
         trainer = self._run.trainer
         begins = not (trainer.state.iteration or trainer.state.epoch) or self._half_restored is not None
-        if trainer.progress.resumed:  # the script repeats what it did before that checkpoint
-            begins, resume = True, self._again if resume in _WORDS else resume
         if resume in ("auto", "never") and not begins:
             return None
         root, names = checkpoint_to_resume(self._writer.directory, resume, begins=begins)
@@ -87,8 +84,7 @@ class Resumption:
             refuse_other_mode(retention.metric, "min" if retention.lower_is_better else "max", *manifest.scored_by)
         self._half_restored, script = path, run_config(self._run, self._config)
         together(collectives.gather_objects, f"resuming from {path}", state.restore)
-        self._half_restored, trainer.progress.resumed = None, True
-        self._again = "must" if resume in _WORDS else path
+        self._half_restored = None
         trainer.data.load_position(trainer.data.position(), on_changed_data=self._on_changed_data)
         self._state = state
         self._writer.resume_from(path)
@@ -154,9 +150,8 @@ def checkpoint_to_resume(own: CheckpointDirectory, resume: str | Path, *, begins
     if not (isinstance(resume, str) and resume in _WORDS):
         named = path_of("resume", resume)
         directory = CheckpointDirectory(named.resolve(), own.disk)
-        # What is named inside of the run's own directory is chosen there, also where it is a link.
-        around = {directory.path, *directory.path.parents, *named.absolute().parents}
-        own_first = begins and not around & {own.path.resolve(), own.path.absolute()}
+        # One of the run's own checkpoints is chosen where it is named, also where it is a link.
+        own_first = begins and own.path.resolve() not in (directory.path, directory.path.parent, named.parent.resolve())
         if not any(together(collectives.gather_objects, "looking for checkpoints", partial(_is_there, directory))):
             hint = did_you_mean(resume, _WORDS)
             if directory.path.is_file() or directory.path.suffix:

@@ -333,8 +333,8 @@ class DataPosition:
         if changed and self._stateful is None:
             _logger.warning(
                 f"the sampler is not as it was at this place of the data ({', '.join(changed)}), since what it keeps is not "
-                "saved with the place: if its order depends on them, samples are missed and others used twice; let the order depend on "
-                "set_epoch(epoch), or on a random generator that the sampler holds"
+                "saved with the place: if its order depends on them, samples are missed and others used twice; let the order "
+                "depend on set_epoch(epoch), or on a random generator that the sampler holds"
             )
 
     def _own_generators(self) -> dict[str, Any]:

@@ -14,11 +14,12 @@ from ignite_train.state import TrainState
 __all__ = [
     "checked_limits",
     "checked_loader",
-    "passed_limit",
     "refuse_ended_iterator",
     "refuse_used_iterator",
     "without_full_batch",
 ]
+
+_IN_STAGES = "; if a later call of run in the script has trained them, give each call a trainer and a Checkpoint of its own"
 
 
 def checked_loader(data: Any) -> Iterable[Any]:
@@ -89,7 +90,7 @@ def checked_limits(state: TrainState, max_epochs: Any, max_iters: Any) -> tuple[
 
     Raises:
         TypeError: a limit is not an integer.
-        ValueError: both are given, or one is below 1.
+        ValueError: both are given, or one is below 1 or below what was trained already.
     """
     if max_epochs is not None and max_iters is not None:
         raise ValueError(f"max_epochs and max_iters exclude each other, got {max_epochs!r} and {max_iters!r}; pass one")
@@ -99,16 +100,15 @@ def checked_limits(state: TrainState, max_epochs: Any, max_iters: Any) -> tuple[
             raise TypeError(
                 f"max_epochs must be a positive integer, got {got}; for validation data attach Validation(evaluator, loader)"
             )
-        return positive_int("max_epochs", max_epochs), None
+        begun, limit = state.epoch, positive_int("max_epochs", max_epochs)
+        if limit < begun:
+            raise ValueError(f"max_epochs must not be below the {begun} epochs already begun, got {max_epochs}{_IN_STAGES}")
+        return limit, None
     if max_iters is not None:
-        return None, positive_int("max_iters", max_iters)
+        limit = positive_int("max_iters", max_iters)
+        if limit < state.iteration:
+            raise ValueError(
+                f"max_iters must not be below the {state.iteration} updates already done, got {max_iters}{_IN_STAGES}"
+            )
+        return None, limit
     return (1, None) if state.max_epochs is None and state.max_iters is None else (state.max_epochs, state.max_iters)
-
-
-def passed_limit(state: TrainState, max_epochs: int | None, max_iters: int | None) -> str:
-    """Why a limit that is given cannot be one, since more was trained already; empty if it can."""
-    if max_epochs is not None and max_epochs < state.epoch:
-        return f"max_epochs must not be below the {state.epoch} epochs already begun, got {max_epochs}"
-    if max_iters is not None and max_iters < state.iteration:
-        return f"max_iters must not be below the {state.iteration} updates already done, got {max_iters}"
-    return ""

@@ -54,7 +54,6 @@ class Progress:
         data_ended: the pass of the epoch before has ended in this run, or before its interrupt, by itself.
         interrupted: the latest run was ended by `interrupt`, and the next one continues it.
         ended: the latest run has come to its closing events.
-        resumed: the state was restored from a checkpoint, and no run has begun with it yet.
         micro_batches_before: `state.num_micro_batches` before the running update.
         warned: what was warned about and is not said again.
     """
@@ -74,7 +73,6 @@ class Progress:
     data_ended: bool = False
     interrupted: bool = False
     ended: bool = False
-    resumed: bool = False
     micro_batches_before: int = 0
     warned: set[str] = field(default_factory=set)
 
@@ -208,7 +206,6 @@ class Loop(Dispatcher):
                 f"nothing to do: epoch {state.epoch} and update {state.iteration} are done and the limit is "
                 f"max_epochs={state.max_epochs}, max_iters={state.max_iters}; raise it to continue"
             )
-            progress.resumed = False
             return state
         try:
             with self._between_events(data):
@@ -230,7 +227,7 @@ class Loop(Dispatcher):
         self.should_terminate = self.should_interrupt = False
         self.should_terminate_single_epoch = progress.epoch_open and self.should_terminate_single_epoch  # not done yet
         state.dataloader, continues = data, progress.interrupted
-        progress.running, progress.ended, progress.interrupted, progress.resumed = True, False, False, False
+        progress.running, progress.ended, progress.interrupted = True, False, False
         progress.data_ended = progress.data_ended and continues
         self._log(f"Engine run starting with max_epochs={state.max_epochs}, max_iters={state.max_iters}.")
         try:

@@ -122,7 +122,7 @@ def test_a_rank_that_is_stuck_leaves_the_checkpoint_as_it_was(
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_finished_run_started_again_does_nothing_and_says_so(tmp_path: Path, reference: References, world_size: int) -> None:
-    """Raising the limit continues it; with a lower one there is nothing to do either, on every rank."""
+    """Raising the limit continues it; lowering it is an error that names both numbers, on every rank."""
     job = Job(tmp_path, world_size, epochs=1)
     each, last = range(world_size), 4 if world_size == 2 else 7
     with Life(job, 0) as life:
@@ -146,8 +146,7 @@ def test_a_finished_run_started_again_does_nothing_and_says_so(tmp_path: Path, r
             ]
     before = newest(job)
     with Life(job, 3) as life:
-        assert life.wait() == [0] * world_size, life.stderr()
-        says = f"nothing to do: epoch 2 and update {2 * last} are reached and the limit is max_epochs=1, max_iters=None; the"
-        assert life.stderr().count(says) == world_size
-    assert [updates(job, rank, 3) for rank in each] == [[]] * world_size
+        assert life.wait() == [1] * world_size
+        error = "ValueError: max_epochs must not be below the 2 epochs already begun, got 1"
+        assert life.stderr().count(error) == world_size
     assert newest(job) == before

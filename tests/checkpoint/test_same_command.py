@@ -1,4 +1,4 @@
-"""A script that is killed and started again by the same command: one that forks a run, and one that calls `run` several times.
+"""Scripts that fork a run, or train in several stages, and are killed and started again by the same command.
 
 Each ends with the bits of a loop that is written by hand and never killed.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import pytest
 import torch
 from ignite.engine import Events
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from bits import bit_by_bit
 from ignite_train import CheckpointError, Trainer, UpdateOptions, create_trainer
@@ -29,12 +28,11 @@ from ranks import run_ranks
 
 A = [torch.linspace(-1, 1, 12).reshape(4, 3) * number for number in range(1, 5)]
 B = [torch.linspace(-2, 1, 9).reshape(3, 3) + number for number in range(3)]
-SHUFFLED = torch.linspace(0, 1, 30).reshape(10, 3)
 RATE = 0.05
 
 
 class Killed(BaseException):
-    """Stands for a kill, where the process of the test must go on."""
+    """Stands for a kill, where the process of the test must continue."""
 
 
 def net() -> nn.Sequential:
@@ -93,111 +91,42 @@ def restarted(script: Callable[[int | None], tuple[Trainer, list[int]]], *kills:
     return script(None)
 
 
-# --- several calls of run ---
+# --- several stages ---
 
 
-def two_stages(directory: Path, killed_in: int | None, data: tuple[Any, Any] = (A, B), **options: Any) -> Any:
-    trainer, made = build(directory, killed_in, **options)
-    trainer.run(data[0], max_epochs=2)
-    trainer.optimizers["optimizer"].param_groups[0]["lr"] *= 0.5
-    torch.rand(7)
-    trainer.run(data[1], max_epochs=4)
+def two_stages(root: Path, killed_in: int | None) -> tuple[Trainer, list[int]]:
+    """As the cookbook writes it: a trainer and a directory for each stage, over one model."""
+    model, made = net(), list[int]()
+    optimizer = sgd(model)
+    for name, data, epochs, rate in (("one", A, 2, RATE), ("two", B, 4, RATE / 2)):
+        optimizer.param_groups[0]["lr"] = rate
+        trainer = create_trainer(model, optimizer, loss)
+        Checkpoint(root / name, every=1, asynchronous=False, script_wins=("lr",)).attach(trainer)
+        if killed_in is not None:
+            trainer.add_event_handler(Events.ITERATION_STARTED(once=killed_in), kill)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda trainer: made.append(trainer.state.iteration))
+        trainer.run(data, max_epochs=epochs, resume="auto" if name == "one" else latest(root / "one") or "")
     return trainer, made
 
 
-def stages_by_hand(data: tuple[Any, Any] = (A, B)) -> Any:
-    def drawn() -> Iterator[Any]:
-        torch.rand(7)
-        yield from data[1]
-
-    return by_hand([(data[0], 2, 1.0), (drawn(), 1, 0.5), (data[1], 1, 1.0)])
-
-
 @pytest.mark.parametrize("kills", [(3, 6), (9, 10, 13), (12,)], ids=str)
-def test_two_stages_with_data_and_a_rate_of_their_own(kills: tuple[int, ...], tmp_path: Path, caplog: Any) -> None:
-    """The rate is lowered once, though each start of the script lowers it, and the second stage goes on in its own data."""
+def test_two_stages_with_data_and_a_rate_of_their_own(kills: tuple[int, ...], tmp_path: Path) -> None:
+    """Also where the kill comes before the first checkpoint of the second stage."""
     trainer, made = restarted(partial(two_stages, tmp_path), *kills)
-    assert result(trainer) == stages_by_hand()
+    assert result(trainer) == by_hand([(A, 2, 1.0), (B, 2, 0.5)])
     assert made == [*range(kills[-1], 15)]
-    told = [line for line in caplog.messages if "of a later call of run" in line]
-    assert len(told) == sum(update > 9 for update in kills)  # the checkpoint is the one before that update
 
 
-def test_the_second_stage_shuffles_what_it_shuffled(tmp_path: Path) -> None:
-    """Its order and its dropout are drawn from generators that the script has moved before."""
-    loaders = (A, DataLoader(SHUFFLED, batch_size=3, shuffle=True))  # type: ignore[arg-type]
-    trainer, made = restarted(partial(two_stages, tmp_path, data=loaders), 11, 14)
-    assert result(trainer) == stages_by_hand(loaders)
-    assert made == [14, 15, 16]
-
-
-@pytest.mark.parametrize("kills", [(7,), (10, 12, 15)], ids=str)
 @pytest.mark.parametrize("limit", ["max_epochs", "max_iters"])
-def test_a_call_for_each_epoch(limit: str, kills: tuple[int, ...], tmp_path: Path) -> None:
-    """Written as a loop, whichever limit counts."""
-
-    def script(killed_in: int | None) -> tuple[Trainer, list[int]]:
-        trainer, made = build(tmp_path, killed_in)
-        for epoch in range(1, 5):
-            limits: dict[str, int] = {limit: epoch * (len(A) if limit == "max_iters" else 1)}
-            trainer.run(A, **limits)
-        return trainer, made
-
-    trainer, made = restarted(script, *kills)
-    assert result(trainer) == by_hand([(A, 4, 1.0)])
-    assert made == [*range(kills[-1], 17)]
-
-
-def test_stages_of_a_stream(tmp_path: Path) -> None:
-    """With `epoch_length` the place is in passes that do not end with an epoch."""
-
-    def script(killed_in: int | None) -> tuple[Trainer, list[int]]:
-        trainer, made = build(tmp_path, killed_in)
-        trainer.run(A, max_epochs=2, epoch_length=3)
-        trainer.run(B, max_epochs=5, epoch_length=2)
-        return trainer, made
-
-    trainer, _ = restarted(script, 9, 11)
-    assert result(trainer) == by_hand([(A + A[:2], 1, 1.0), (B, 2, 1.0)])
-
-
-def test_a_checkpoint_by_hand_between_the_stages(tmp_path: Path) -> None:
-    """It takes the place of the one of the second stage, and holds the same state."""
-
-    def script(killed_in: int | None) -> tuple[Trainer, list[int]]:
-        trainer, made = build(tmp_path, killed_in, keep=1)
-        trainer.run(A, max_epochs=2)
-        checkpoint: Any = trainer.checkpoint
-        checkpoint.save()
-        trainer.run(B, max_epochs=4)
-        return trainer, made
-
-    trainer, made = restarted(script, 11, 13)
-    assert result(trainer) == by_hand([(A, 2, 1.0), (B, 2, 1.0)])
-    assert made == [13, 14]
-
-
-def test_a_lower_limit_in_the_same_process_is_an_error(tmp_path: Path) -> None:
-    """Also after a resume, once a run has begun."""
-    restarted(partial(two_stages, tmp_path), 12)
-    trainer, _ = build(tmp_path)
-    assert trainer.run(A, max_epochs=2).iteration == 14
-    assert trainer.run(A, max_iters=2).iteration == 14
-    trainer.run(A, max_epochs=5)
-    with pytest.raises(ValueError, match="max_epochs must not be below the 5 epochs already begun, got 2"):
-        trainer.run(A, max_epochs=2)
-    with pytest.raises(ValueError, match="max_iters must not be below the 18 updates already done, got 17"):
-        trainer.run(A, max_iters=17)
-
-
-def test_a_session_whose_updates_are_done_is_refused(tmp_path: Path) -> None:
-    """Its body cannot be left out; the message says what to do."""
+def test_a_call_that_a_later_one_has_passed_is_refused(limit: str, tmp_path: Path) -> None:
+    """The state of a later call must not be trained by an earlier one. The message says what to do, also of a session."""
     build(tmp_path)[0].run(A, max_epochs=2)
     trainer, _ = build(tmp_path)
-    with (
-        pytest.raises(ValueError, match=r"below the 8 updates already done, got 3; where .* several sessions, skip those"),
-        trainer.session(max_iters=3),
-    ):
+    limits: dict[str, int] = {limit: 1}
+    with pytest.raises(ValueError, match=f"{limit} must not be below .* give each call a trainer and a Checkpoint of its own"):
+        trainer.run(A, **limits)
+    trainer, _ = build(tmp_path)
+    with pytest.raises(ValueError, match="updates already done, got 3; if a later call"), trainer.session(max_iters=3):
         pass
 
 
@@ -223,21 +152,21 @@ def test_a_fork_continues_from_its_own_checkpoints(tmp_path: Path, caplog: Any) 
     assert len(told) == 2
 
 
-def test_a_fork_of_stages_that_begins_in_the_second(tmp_path: Path) -> None:
-    """Its first call finds the limit passed by a checkpoint of another run, and the second one begins there once more."""
-    whole, _ = two_stages(tmp_path / "first", None, keep=99)
+@pytest.mark.parametrize("own", ["fork", "first/fork", "."])
+@pytest.mark.parametrize("named", ["first", "fork/../first"])
+def test_a_path_outside_of_the_own_directory_is_where_a_run_begins(own: str, named: str, tmp_path: Path) -> None:
+    """However it is written, and whichever of the two lies in the other: only a checkpoint of its own is inside."""
+    build(tmp_path / "first", keep=99)[0].run(A, max_epochs=1)
+    (tmp_path / "fork").mkdir()
 
     def script(killed_in: int | None) -> tuple[Trainer, list[int]]:
-        trainer, made = build(tmp_path / "fork", killed_in)
-        trainer.run(A, max_epochs=2, resume=tmp_path / "first/update-00000010")
-        trainer.optimizers["optimizer"].param_groups[0]["lr"] *= 0.5
-        trainer.run(B, max_epochs=4)
+        trainer, made = build(tmp_path / own, killed_in)
+        trainer.run(A, max_epochs=4, resume=tmp_path / named / "update-00000003")
         return trainer, made
 
-    trainer, made = restarted(script, 13)
-    assert made == [13, 14]
-    assert result(trainer) == stages_by_hand()
-    assert whole.state.iteration == 14
+    trainer, made = restarted(script, 7, 12)
+    assert made == [12, 13, 14, 15, 16]
+    assert result(trainer) == by_hand([(A, 4, 1.0)])
 
 
 def test_a_path_inside_of_the_own_directory_goes_back_there(tmp_path: Path) -> None:
@@ -295,29 +224,27 @@ def test_a_fork_whose_process_is_killed(tmp_path: Path) -> None:
 
 
 def _on_ranks(directory: str) -> tuple[list[int], list[str], Any]:
-    """Forks a run of two stages in the second one, is told to stop there, and is started again."""
+    """Forks a run, is told to stop, and is started again."""
     root, lines, made = Path(directory), messages_from_here(), list[int]()
 
     def script(name: str, resume: str, stopped_after: int) -> Trainer:
         trainer, updates = build(root / name, keep=99, options=UpdateOptions(reduction="explicit"))
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stopped_after), trainer.terminate)
-        for data, epochs in ((A, 2), (B, 4)):
-            trainer.run(data, max_epochs=epochs, resume=resume if epochs == 2 else "auto")
+        trainer.run(A, max_epochs=3, resume=resume)
         made.extend(updates)
         return trainer
 
     script("first", "auto", 99)
-    fork = str(root / "first/update-00000010")
-    script("fork", fork, 12)
+    fork = str(root / "first/update-00000006")
+    script("fork", fork, 8)
     trainer = script("fork", fork, 99)
-    return made, [line for line in lines if "run began" in line or "a later call" in line], result(trainer)
+    return made, [line for line in lines if "run began" in line], result(trainer)
 
 
 @pytest.mark.slow
 def test_all_ranks_continue_alike(tmp_path: Path) -> None:
-    """Both draw the same, so that their mean gradient is that of one."""
-    (made, lines, end), (_, others, _) = both = run_ranks(_on_ranks, str(tmp_path))
-    assert [rank[0] for rank in both] == [[*range(1, 15), 11, 12, 13, 14]] * 2 == [made] * 2
-    assert [rank[2] for rank in both] == [by_hand([(A, 2, 1.0), (B, 2, 1.0)])] * 2 == [end] * 2
-    assert [sum(part in line for line in lines) for part in ("run began", "a later call")] == [1, 2]
-    assert [sum(part in line for line in others) for part in ("run began", "a later call")] == [0, 2]
+    """Both draw the same, so that their mean gradient is the gradient of one."""
+    both = run_ranks(_on_ranks, str(tmp_path))
+    assert [made for made, _, _ in both] == [[*range(1, 13), 7, 8, 9, 10, 11, 12]] * 2
+    assert [end for _, _, end in both] == [by_hand([(A, 3, 1.0)])] * 2
+    assert [len(lines) for _, lines, _ in both] == [1, 0]
