@@ -83,8 +83,8 @@ class Checkpoint(Handler):
         keep: how many of the newest checkpoints stay.
         keep_every: checkpoints whose update is a multiple of this are never removed.
         score: name of a metric of the evaluator. Whenever it is among the `keep_best` best, that state is saved too. Of several
-            evaluations after the same update the first counts. Evaluate at the end of an update, an epoch or the run, or
-            between two runs; in a session call `save()` after it. A state that the next update has changed before it could be
+            evaluations after the same update the first counts. Evaluate at the end of an update, an epoch or the run;
+            in a session, and between two runs, call `save()` after it. A state that the next update has changed before it was
             saved, as after an evaluation at EPOCH_STARTED or within an update, is not kept, and a warning says so.
         mode: whether the best is the `"min"` or the `"max"`; None: the words of its name decide, such as loss, error and
             perplexity, or accuracy, bleu, f1 and auc, and the log says how.
@@ -231,12 +231,13 @@ class Checkpoint(Handler):
             raise RuntimeError(
                 "load_best() was called during the run, which would save the best weights as the latest; call it after"
             )
-        self._save_awaited()
         self.saver.wait()
         found = together(collectives.gather_objects, "looking for the best checkpoint", lambda: self.best)[0]
         if found is None:
             score, missing = self.cadence.score, "pass Checkpoint(..., score='loss')"
-            if score is not None:
+            if score is not None and self.cadence.awaited is not None:
+                missing = "the state that was evaluated after the run is not saved; call checkpoint.save() after the evaluation"
+            elif score is not None:
                 missing = f"no evaluation has found a finite {score!r} yet; attach Validation(evaluator, loader) and run first"
             raise CheckpointError(f"{self.directory} has no checkpoint with a score; {missing}")
         model = self._run.objects().modules["model"]
@@ -318,7 +319,6 @@ class Checkpoint(Handler):
     def _resuming(self, resume: str | Path) -> Iterator[None]:
         """`trainer.run` trains in this `with`: no other run writes to the directory, and the state is restored. Collective."""
         with self.saver.holding():
-            self._save_awaited()
             self.restore(resume)
             self.saver.catch_up()
             yield
@@ -415,14 +415,8 @@ class Checkpoint(Handler):
             _logger.warning(
                 f"update {missed} has one of the best scores and is not kept: the next update came before it could be saved; "
                 "evaluate at ITERATION_COMPLETED or EPOCH_COMPLETED, or call checkpoint.save() after an evaluation between two "
-                "updates of a session"
+                "runs, or two updates of a session"
             )
-
-    def _save_awaited(self) -> None:
-        """Saves a state that has one of the best scores by an evaluation after its run. Collective."""
-        self._give_up_missed()
-        if self.cadence.awaited is not None:
-            self._save()
 
     def _after_update(self, trainer: Trainer) -> None:
         if self.cadence.awaited is not None:

@@ -5,23 +5,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from ignite.engine import Engine, Events, RemovableEventHandle
-from torch import nn
 
 from ignite_train.arguments import COUNT, MAPPING, NUMBER, TEXT, check_fields, describe, optional, positive_int
 from ignite_train.engine.dispatch import Attachable, Dispatcher, attached, is_of_library, stateful_handlers
-from ignite_train.engine.limits import checked_loader, refuse_used_iterator
+from ignite_train.engine.limits import checked_loader, is_read_once, refuse_used_iterator
 from ignite_train.evaluation.evaluator import Evaluator, kept_state
 from ignite_train.events import Event
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.metrics import refuse_other_mode, score_in, score_mode
 from ignite_train.model.random_state import generators_within, get_generator_state, kept_random_state, set_generator_state
-from ignite_train.model.unchanged_copy import UnchangedCopy
-from ignite_train.ranks import collectives
-from ignite_train.ranks.wrapping import unwrap
 from ignite_train.trainer import Trainer
 
 __all__ = ["Validation"]
@@ -94,14 +89,13 @@ class Validation(Handler):
         self.is_best = False
         self._latest_update: int | None = None
         self._read: Iterable[Any] | None = None  # the loader of the latest validation
-        self._copy = UnchangedCopy()
 
     def attach(self, trainer: Trainer, event: Event = Events.EPOCH_COMPLETED) -> RemovableEventHandle:
         """Validates at `event`, before the handlers there that `add_event_handler` adds, whatever the order of attaching."""
-        if isinstance(self.loader, Iterator):
+        if is_read_once(self.loader):
             if event is Events.EPOCH_COMPLETED:
                 trainer.add_event_handler(Events.STARTED, self._refuse_iterator)
-        elif self.sanity:
+        elif self.sanity and not isinstance(self.loader, Iterator):  # which it would use up
             trainer.add_event_handler(Events.STARTED, self._rehearse)
         return trainer.add_evaluation_handler(event, self)
 
@@ -116,12 +110,12 @@ class Validation(Handler):
         if update == self._latest_update:
             return
         self._choose_score(trainer)
-        refuse_used_iterator(self.loader, 1 + (self._read is self.loader), name=_LOADER)
+        if is_read_once(self.loader):
+            refuse_used_iterator(self.loader, 1 + (self._read is self.loader), name=_LOADER)
         self._read = self.loader
         with trainer.section("evaluation"):
             try:
-                with self._watch(trainer):
-                    metrics = self._evaluate()
+                metrics = self._evaluate()
             except Exception as error:
                 error.add_note(f"in Validation, after update {update}")
                 raise
@@ -134,8 +128,9 @@ class Validation(Handler):
         self._latest_update = update
 
     def settings(self) -> dict[str, Any]:
-        """The arguments, of which the score is None where others may decide."""
-        return super().settings() | ({} if self._default is None else {"score": None, "mode": None})
+        """The arguments but the data, with None for the score where others may decide."""
+        given = super().settings() | ({} if self._default is None else {"score": None, "mode": None})
+        return {name: value for name, value in given.items() if name != "loader"}
 
     def scores(self) -> list[tuple[Engine, str | None, str | None]]:
         """Its own."""
@@ -179,7 +174,7 @@ class Validation(Handler):
         add = evaluator.append_event_handler if isinstance(evaluator, Dispatcher) else evaluator.add_event_handler
         skip = add(Events.EPOCH_COMPLETED, self._skip_completed)
         owners = (self.loader, evaluator.model if isinstance(evaluator, Evaluator) else None)
-        with kept_state(evaluator), kept_random_state(owners), trainer.section("evaluation"), self._watch(trainer), skip:
+        with kept_state(evaluator), kept_random_state(owners), trainer.section("evaluation"), skip:
             try:
                 metrics = self._evaluate(epoch_length=self.sanity)
                 for name in dict.fromkeys((self.score, *(name for name, _ in self._scores_of_others(trainer)))):
@@ -191,22 +186,6 @@ class Validation(Handler):
                     "leaves it out"
                 )
                 raise
-
-    def _watch(self, trainer: Trainer) -> AbstractContextManager[Any]:
-        """Within it an evaluation looks at its model, until it is known to be the trained one, or to follow it."""
-        evaluator = self.evaluator
-        if self._copy.is_settled or not isinstance(evaluator, Evaluator):
-            return nullcontext()
-        return evaluator.append_event_handler(Events.EPOCH_COMPLETED, lambda: self._look(evaluator.model, trainer))
-
-    def _look(self, model: nn.Module, trainer: Trainer) -> None:
-        steps = self._copy.look(model, unwrap(trainer.model), trainer.state.num_steps)
-        if steps and collectives.is_main_rank():
-            _logger.warning(
-                "Validation: its evaluator runs another model object than the trained one, whose weights have not changed in "
-                f"{steps} steps; pass the trained model, create_evaluator(model, forward), or copy its weights before each "
-                "validation"
-            )
 
     def _publishes_at_its_end(self) -> bool:
         """Whether a metric may be published by a handler of COMPLETED, which the rehearsal leaves out."""

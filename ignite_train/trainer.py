@@ -29,7 +29,7 @@ from ignite_train.engine.sections import Sections
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
 from ignite_train.forward import Forward, ForwardOutput
 from ignite_train.metrics import single_metrics
-from ignite_train.model.optimizers import parts_as_optimizers, refuse_unstepped
+from ignite_train.model.optimizers import parts_as_optimizers
 from ignite_train.model.precision import refuse_cached_autocast
 from ignite_train.other_words import made_by, refuse_arguments, refuse_attribute
 from ignite_train.ranks import collectives
@@ -246,9 +246,7 @@ class Trainer(Loop):
         Raises:
             TypeError: `data` cannot be iterated, or a limit is not an integer.
             ValueError: a limit is below 1, or below what was trained already, or both are given, or there is no
-                data, or an iterator ended before the limit, or `resume` asks for what is not there, or a layer that was
-                replaced, added or thawed has trainable parameters that no optimizer steps, which is looked at as each epoch
-                begins.
+                data, or an iterator ended before the limit, or `resume` asks for what is not there.
             CheckpointError: no checkpoint can be read.
         """
         refuse_arguments("Trainer.run", unknown, _ARGUMENTS_OF_RUN)
@@ -292,8 +290,7 @@ class Trainer(Loop):
 
         Raises:
             RuntimeError: the trainer is running already, or `run` has left an epoch open.
-            ValueError: `max_iters` is below 1 or below what was trained already, or `resume` asks for what is not there, or
-                no optimizer steps some trainable parameter.
+            ValueError: `max_iters` is below 1 or below what was trained already, or `resume` asks for what is not there.
             CheckpointError: no checkpoint can be read.
         """
         self.progress.refuse_nested_run()
@@ -306,7 +303,6 @@ class Trainer(Loop):
             self.requests.begin()
             self.data.stream = None
             with super().session():
-                refuse_unstepped(self.parts)
                 yield state
 
     @property
@@ -717,10 +713,6 @@ class Trainer(Loop):
         self.process.choose(self)
 
     # --- what the loop asks -----------------------------------------------------------------------------------------------
-
-    def _begin_epoch(self) -> None:
-        super()._begin_epoch()
-        refuse_unstepped(self.parts)
 
     def _open(self, data: Any) -> RunData:
         self.data.open(data)

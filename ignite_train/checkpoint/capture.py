@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
+from itertools import islice
 from threading import get_ident
 from types import FunctionType, MethodType
 from typing import Any
@@ -52,7 +53,7 @@ __all__ = ["HeldState", "capture", "own_piece", "paused_collection", "plain_conf
 _logger = logging.getLogger(__name__)
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the text of an object: another one in each process
 _EMPTY: dict[str, list[Any]] = {"dict": []}  # the tree of an empty state_dict
-_MOST_SCHEDULES = 100  # of a list that is looked at
+_MOST_SCHEDULES = 100  # entries of a list or dict that are looked at
 _NO_STATE = ("ignite_train.", "ignite.handlers.time_profilers")
 """Modules of classes whose tensors need not be stored: our own handlers, and what measures this process."""
 
@@ -434,8 +435,9 @@ def _schedules(value: Any) -> Iterator[LRScheduler]:
         yield value
     for entry in parts_of_schedule(value) if isinstance(value, LRScheduler) else ():
         yield from _schedules(entry)
-    if isinstance(value, (list, tuple)):
-        yield from (entry for entry in value[:_MOST_SCHEDULES] if isinstance(entry, LRScheduler))
+    if isinstance(value, (list, tuple, dict)):
+        entries = value.values() if isinstance(value, dict) else value
+        yield from (entry for entry in islice(entries, _MOST_SCHEDULES) if isinstance(entry, LRScheduler))
 
 
 def _storage(tensor: Tensor) -> int:

@@ -14,11 +14,13 @@ from ignite_train.state import TrainState
 __all__ = [
     "checked_limits",
     "checked_loader",
+    "is_read_once",
     "refuse_ended_iterator",
     "refuse_used_iterator",
     "without_full_batch",
 ]
 
+_READ_ONCE = ("builtins", "itertools", "torch.utils.data.dataloader")  # a generator's class is a built-in one
 _IN_STAGES = "; if a later call of run in the script has trained them, give each call a trainer and a Checkpoint of its own"
 
 
@@ -52,6 +54,11 @@ def without_full_batch(data: Any) -> str:
     return (
         f"; drop_last=True leaves out a batch that is not full: pass drop_last=False, or a batch_size below {data.batch_size}"
     )
+
+
+def is_read_once(data: Iterable[Any]) -> bool:
+    """Whether it is an iterator of Python's or of a DataLoader. One of another library may begin again where it is iterated."""
+    return isinstance(data, Iterator) and type(data).__module__ in _READ_ONCE
 
 
 def refuse_used_iterator(loader: Iterable[Any], max_epochs: int | None, *, half_read: bool = False, name: str = "data") -> None:

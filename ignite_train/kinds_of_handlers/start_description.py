@@ -20,6 +20,11 @@ __all__ = ["start_description"]
 
 _OF_UPDATE = ("options", "loss_scaling")
 _OF_EACH_RANK = {"seed"}  # which may differ
+_BY_WHICH_RANKS_MEET = {
+    "every",
+    "every_epochs",
+    "every_seconds",
+}  # settings of handlers; others, such as time limits, may differ
 
 
 def start_description(trainer: Trainer) -> Description:
@@ -69,7 +74,7 @@ def _limits(trainer: Trainer) -> dict[str, str]:
 
 
 def _described_handlers(trainer: Trainer) -> dict[str, str]:
-    """How many handlers of each class all ranks must attach, when these are called, and the settings of our own ones."""
+    """How many handlers of each class all ranks must attach, when these are called, and how often our own ones meet."""
     owners: dict[int, Any] = {}
     found: dict[str, list[str]] = {}
     for function, event, event_filter in [*occasions(trainer), *((function, "", "") for function in trainer.on_enter)]:
@@ -79,8 +84,9 @@ def _described_handlers(trainer: Trainer) -> dict[str, str]:
                 if event:
                     found.setdefault(f"the handler {type(owner).__name__} at {event}", []).append(event_filter)
     for owner in owners.values():
-        for name, value in owner.settings().items() if is_of_library(owner) else ():
-            found.setdefault(f"the handler {type(owner).__name__}.{name}", []).append(repr(value))
+        settings = owner.settings() if is_of_library(owner) else {}
+        for name in sorted(settings.keys() & _BY_WHICH_RANKS_MEET):
+            found.setdefault(f"the handler {type(owner).__name__}.{name}", []).append(repr(settings[name]))
     counts = Counter(f"the handler {type(owner).__name__}" for owner in owners.values())
     described = {name: str(count) for name, count in sorted(counts.items())}
     return described | {name: ", ".join(sorted(values)) for name, values in found.items()}

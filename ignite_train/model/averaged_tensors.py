@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ignite_train.internals.of_torch import RunningNorm, foreach_lerp_
-from ignite_train.model.memory_layout import reshard
 
 __all__ = ["averaged_statistics", "averaged_tensors", "local_tensors", "move_towards", "names_of_tensors", "plain_name"]
 
@@ -21,7 +21,9 @@ def plain_name(name: str) -> str:
 
 def averaged_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Averages are of these, by name: parameters, as shards where they are sharded, and statistics of normalisation layers."""
-    reshard(model)  # an evaluation may have left whole parameters in the place of the shards
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # an evaluation may have left whole parameters in their place
     parameters = {plain_name(name): value for name, value in model.named_parameters()}
     averaged = {name: value for name, value in parameters.items() if value.is_floating_point() or value.is_complex()}
     return averaged | averaged_statistics(model)

@@ -236,9 +236,14 @@ class Gradients:
         factor, named = self.mean_factor(), self._model.named_parameters()
         return {name: times(p.grad.detach(), factor) for name, p in named if p.grad is not None}
 
-    def has_some(self) -> bool:
-        """Whether a parameter has a gradient."""
-        return any(parameter.grad is not None for parameter in self.parameters())
+    def has_several(self) -> bool:
+        """Whether more than one parameter has a gradient."""
+        return sum(parameter.grad is not None for parameter in self.parameters()) > 1
+
+    def unstepped(self) -> list[str]:
+        """The names of the model's parameters that have a gradient, and that no optimizer steps."""
+        stepped = {id(parameter) for parameter in self.parameters()}
+        return [name for name, p in self._model.named_parameters() if p.grad is not None and id(p) not in stepped]
 
     def refuse_dropped(self, event: str = "GRADIENTS_READY") -> None:
         """Sees to it that a step will move something.

@@ -33,7 +33,7 @@ def check_declaration(
 ) -> list[str]:
     """Says in one line each what is wrong with the declaration of loss and logs, and what to do; nothing if all is right.
 
-    Forward is run two to eight times, in eval mode and without gradients: on parts of the samples, and on each part twice over.
+    Forward is run two to ten times, in eval mode and without gradients: on parts of the samples, and on each part twice over.
     A sum doubles, and a mean stays, whatever its weights, masks and penalties are. What does neither is taken to be right, as
     contrastive losses are, and so is what cannot be cut: every tensor must be as long as the first one, and other leaves must
     be numbers.
@@ -149,6 +149,12 @@ class _Probe:
         """Whether they are equal, to rounding; or both 0."""
         return one == other or self.is_equal(one, other)
 
+    def is_between(self, one: float, other: float, value: float) -> bool:
+        """Whether `value` lies between the two, or is one of them where none is 0: a count of something rare may be 0 or 1."""
+        low, high = sorted((one, other))
+        is_one = self.is_same(low, value) or self.is_same(high, value)
+        return 0 not in (one, other) if is_one else low < value < high
+
     def is_equal(self, one: float, other: float, *, factor: float = 1.0) -> bool:
         """Whether `other` is `factor` times as large as `one`, to rounding; not if they are 0, which says nothing."""
         return math.isfinite(one) and one != 0 and math.isclose(factor * one, other, rel_tol=self.tolerance)
@@ -195,7 +201,10 @@ def _means(probe: _Probe, names: Sequence[str], part: dict[str, float]) -> list[
             unknown = [name for name in stays if probe.is_same(part[name], one[name])]
             # The number of different samples grows with the part, though not where samples are there twice.
             factor = size / sizes[0]
-            means += [n for n in stays if n not in unknown and not probe.is_equal(part[n], one[n], factor=factor)]
+            found = [n for n in stays if n not in unknown and not probe.is_equal(part[n], one[n], factor=factor)]
+            # Both parts together have a mean that lies between; the matches within a batch, say, grow instead.
+            (both,) = probe.numbers([0, number]) if found else ({},)
+            means += [name for name in found if probe.is_between(part[name], one[name], both[name])]
     return means
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
 __all__ = [
     "as_bytes",
@@ -18,7 +17,6 @@ __all__ = [
     "is_lost",
     "own_memory",
     "pairs_with",
-    "reshard",
 ]
 
 _CHUNKS, _CHUNK_BYTES = 8, 128  # of a large block of memory
@@ -98,10 +96,3 @@ def bytes_at(address: int, num_bytes: int) -> bytes:
         return ctypes.string_at(address, num_bytes) if num_bytes else b""
     last = num_bytes - _CHUNK_BYTES
     return b"".join(ctypes.string_at(address + last * k // (_CHUNKS - 1), _CHUNK_BYTES) for k in range(_CHUNKS))
-
-
-def reshard(model: nn.Module) -> None:
-    """Has the modules of `fully_shard` hold the shards of their parameters, which whole ones may have replaced."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

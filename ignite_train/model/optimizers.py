@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import describe
 from ignite_train.internals.of_torch import COUNTS_STEPS
-from ignite_train.model.memory_layout import reshard
 
 __all__ = [
     "OneOrSeveralOptimizers",
@@ -27,7 +26,6 @@ __all__ = [
     "is_wrapped_by_scheduler",
     "optimizers_as_parts",
     "parts_as_optimizers",
-    "refuse_unstepped",
     "stepped_parameters",
 ]
 
@@ -187,28 +185,11 @@ def check_optimizers(model: nn.Module, optimizer: Optimizer | Optimizers, *, clo
                     f"optimizer must step each parameter once, got {names[id(parameter)]!r} {where}; leave it out of one place"
                 )
             owners[id(parameter)] = label
-    refuse_unstepped({"model": model, **named})
-
-
-def refuse_unstepped(parts: Mapping[str, Any]) -> None:
-    """Refuses trainable parameters that no optimizer steps. A script can replace, add or thaw layers at any time.
-
-    Args:
-        parts: of the run; the model, if there is one, as `"model"`.
-
-    Raises:
-        ValueError: the model has some.
-    """
-    model = parts.get("model")
-    if not isinstance(model, nn.Module):
-        return
-    reshard(model)  # an evaluation may have left whole parameters in the place of the shards that the optimizer has
-    stepped = {id(parameter) for parameter in stepped_parameters(parts)}
-    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in owners]
     if missing:
         raise ValueError(
             f"optimizer must be over all trainable parameters, got one without {missing[0]!r} and {len(missing) - 1} more; "
-            "add them, by add_param_group where the trainer is made, or freeze them with requires_grad_(False)"
+            "add them, or freeze them with requires_grad_(False)"
         )
 
 

@@ -111,7 +111,9 @@ class Gather:
             state.forward_output = None
         # None says that no micro-batch is running, where an error comes from here on.
         state.micro_batch_in_group = None
-        if state.batch is not group:
+        if passes.is_watched:
+            self._guard.warn_of_unstepped()
+        if state.batch is not group and state.batch is not None:  # which frees its memory
             raise _replaced_too_late(state.batch)
         if self.num_placeholders or passes.awaits_size:
             self._take_part(trainer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,10 +18,12 @@ from ignite_train.internals.of_torch import version_of
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.memory_layout import bytes_at
 from ignite_train.model.optimizers import Optimizers, each_optimizer
+from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
 __all__ = ["HandlerGuard"]
 
+_logger = logging.getLogger(__name__)
 _BACKWARD_COMPLETED = TrainEvents.BACKWARD_COMPLETED
 _FIRST = 4  # times that an event fires, in which contents are compared too
 _Seen = tuple[nn.Parameter, Tensor | None, int, bytes]  # a parameter, and how its gradient was
@@ -43,6 +46,7 @@ class HandlerGuard:
     def __init__(self, gradients: Gradients, optimizer: Optimizer | Optimizers, *, keeps_graph: bool) -> None:
         self._gradients, self._optimizer, self._keeps_graph = gradients, optimizer, keeps_graph
         self._num_fired: dict[str, int] = {}
+        self._has_warned = False
 
     @contextmanager
     def readable(self, mean_factor: float) -> Iterator[None]:
@@ -98,11 +102,23 @@ class HandlerGuard:
     def fire(self, trainer: Trainer, event: Any) -> None:
         """Fires an event of a micro-batch, whose handlers may read gradients."""
         may_change = event is _BACKWARD_COMPLETED and self._keeps_graph
-        had_some = self._gradients.has_some()
+        had_several = self._gradients.has_several()  # a single one may be dropped on purpose
         with self.no_step(f"a handler of {event.name}") if may_change else self._unchanged(event.name):
             trainer.fire_event(event)
-        if had_some:
+        if had_several:
             self._gradients.refuse_dropped(event.name)
+
+    def warn_of_unstepped(self) -> None:
+        """Warns once of a layer that has gradients and is in no optimizer, since it was replaced, added or thawed later."""
+        if self._has_warned or not (names := self._gradients.unstepped()):
+            return
+        self._has_warned = True
+        if collectives.is_main_rank():
+            _logger.warning(
+                f"{names[0]!r} and {len(names) - 1} more parameters of the model have gradients and are in no optimizer of the "
+                "trainer, which neither steps nor clears them: a layer that is replaced, added or thawed after the trainer is "
+                "made needs optimizer.add_param_group"
+            )
 
     @contextmanager
     def _unchanged(self, event: str) -> Iterator[None]:

@@ -321,13 +321,14 @@ def test_the_best_of_a_session(tmp_path: Path, options: dict[str, Any], saves: b
 
 @pytest.mark.parametrize("updates", [4, 8], ids=["the last is the best", "an earlier one is"])
 def test_the_best_of_several_runs(tmp_path: Path, updates: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Evaluated between two runs, a state has its score as soon as the next run begins or the best is loaded."""
+    """Evaluated between two runs, a state has its score if the script saves it then."""
     trainer, evaluator, checkpoint, model, states = turning(tmp_path)
     with caplog.at_level(logging.WARNING):
         evaluator.run(HELD_OUT)  # before the first update: no state of a run
         for limit in range(2, updates + 1, 2):
             trainer.run(BATCHES, max_iters=limit)
             evaluator.run(HELD_OUT)
+            checkpoint.save()
     assert states[4] == min(states.values())
     assert claims_what_it_has(checkpoint, model) == 4
     assert "is not kept" not in caplog.text
@@ -338,6 +339,20 @@ def test_the_best_of_several_runs(tmp_path: Path, updates: int, caplog: pytest.L
     trainer.run(BATCHES, max_iters=updates + 1)
     assert {update: score for update, score in scores_in(tmp_path).items() if score is not None}.items() <= before.items()
     assert scores_in(tmp_path)[updates + 1] is None
+
+
+def test_a_best_between_two_runs_that_is_not_saved_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is not saved on its own: what the script changes before the next run would be saved as if it had been evaluated."""
+    trainer, evaluator, checkpoint, model, _ = turning(tmp_path)
+    trainer.run(BATCHES, max_iters=2)
+    evaluator.run(HELD_OUT)
+    with pytest.raises(CheckpointError, match=r"is not saved; call checkpoint.save\(\) after the evaluation"):
+        checkpoint.load_best()
+    nn.init.zeros_(model.weight)
+    with caplog.at_level(logging.WARNING):
+        trainer.run(BATCHES, max_iters=4)
+    assert "update 2 has one of the best scores and is not kept" in caplog.text
+    assert {*scores_in(tmp_path).values()} == {None}
 
 
 def test_an_evaluation_before_the_run_resumes_saves_nothing(tmp_path: Path) -> None:
@@ -369,13 +384,14 @@ def _between_runs(directory: str) -> Any:
     for epoch in (1, 2):
         trainer.run(cuts.shard([[8], [8]]), max_epochs=epoch)
         evaluator.run(HELD_OUT)
+        checkpoint.save()
     path, score = checkpoint.load_best()
     return path.name, score, by_hand(model)
 
 
 @pytest.mark.slow
 def test_two_ranks_keep_the_best_of_several_runs(tmp_path: Path) -> None:
-    """They save together what was evaluated between two runs, and after the last one."""
+    """They save together what they have evaluated between two runs, and after the last one."""
     first, second = run_ranks(_between_runs, str(tmp_path))
     assert first == second
     assert first[0].startswith("update-00000002")

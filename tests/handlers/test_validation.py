@@ -1,10 +1,9 @@
-"""What is validated, and on what: loaders that can be read once, evaluations that fail, and a model that is not trained."""
+"""The data of a validation: loaders that can be read once, loaders that draw, and evaluations that fail."""
 
 from __future__ import annotations
 
-import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,14 @@ import pytest
 import torch
 from ignite.engine import Engine, Events
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LambdaLR
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import cuts
 from ignite_train import Trainer, create_evaluator, create_trainer
-from ignite_train.handlers import Checkpoint, LearningRateSchedule, ModelEMA, MomentumTeacher, Validation
-from ignite_train.model.unchanged_copy import UnchangedCopy
-from log_messages import messages_from_here
-from ranks import run_ranks
+from ignite_train.handlers import Checkpoint, Validation
 
 DATA, HELD_OUT = cuts.cut(cuts.samples(), [8, 8, 8]), cuts.cut(cuts.samples(seed=1), [8, 4])
 ONCE = (Events.EPOCH_COMPLETED, Events.COMPLETED, Events.ITERATION_COMPLETED(once=9))
-COPIED = "its evaluator runs another model object than the trained one"
 
 
 def make(model: nn.Module | None = None) -> Trainer:
@@ -100,6 +91,26 @@ def test_an_iterator_that_is_read_once_is_fine(event: Any) -> None:
     assert validation.best == pytest.approx(by_hand(DATA * 3))
 
 
+class Rewinding:
+    """A loader that is its own iterator, and begins again where it is iterated."""
+
+    def __iter__(self) -> Rewinding:
+        self._left = iter(HELD_OUT)
+        return self
+
+    def __next__(self) -> cuts.Sample:
+        return next(self._left)
+
+
+def test_an_iterator_that_begins_again_is_a_loader() -> None:
+    trainer, scores = make(), list[float]()
+    evaluator = create_evaluator(trainer.model, cuts.forward)
+    Validation(evaluator, Rewinding()).attach(trainer)
+    evaluator.add_event_handler(Events.COMPLETED, lambda: scores.append(evaluator.state.metrics["loss"]))
+    trainer.run(DATA, max_epochs=3)
+    assert scores == pytest.approx([by_hand(DATA), by_hand(DATA * 2), by_hand(DATA * 3)])
+
+
 def test_an_error_in_an_evaluation_says_where_it_is() -> None:
     """Once; in a rehearsal the note is that of the rehearsal."""
     trainer = make()
@@ -109,138 +120,6 @@ def test_an_error_in_an_evaluation_says_where_it_is() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         trainer.run(DATA)
     assert caught.value.__notes__ == ["in Validation, after update 2"]
-
-
-# --- another model than the trained one -------------------------------------------------------------------------------------
-
-
-def validate(model: nn.Module, trainer: Trainer, **options: Any) -> Validation:
-    validation = Validation(create_evaluator(model, cuts.forward), HELD_OUT, **options)
-    validation.attach(trainer)
-    return validation
-
-
-def copied(trainer: Trainer) -> nn.Module:
-    return copy.deepcopy(trainer.model)
-
-
-def averaged(trainer: Trainer) -> nn.Module:
-    """By torch's class, which begins late."""
-    average = AveragedModel(trainer.model)
-    trainer.add_event_handler(Events.EPOCH_STARTED(once=3), lambda: average.update_parameters(trainer.model))
-    return average
-
-
-def teacher(trainer: Trainer) -> nn.Module:
-    one = copied(trainer)
-    MomentumTeacher(one, trainer.model, 0.9).attach(trainer)
-    return one
-
-
-def loaded(trainer: Trainer) -> nn.Module:
-    """A script's own way: the weights are put there before each validation."""
-    one = copied(trainer)
-    trainer.prepend_event_handler(Events.EPOCH_COMPLETED, lambda: one.load_state_dict(trainer.model.state_dict()))
-    return one
-
-
-def compiled(trainer: Trainer) -> nn.Module:
-    return torch.compile(trainer.model, backend="eager")  # type: ignore[return-value]
-
-
-def other_form(_: Trainer) -> nn.Module:
-    return nn.Sequential(cuts.linear())
-
-
-def shared(trainer: Trainer) -> nn.Module:
-    """A copy of the modules, with the same weights."""
-    one = copied(trainer)
-    one.weight, one.bias = trainer.model.weight, trainer.model.bias
-    return one
-
-
-def memory(trainer: Trainer) -> nn.Module:
-    """Other parameters in the same memory, as an actor has them that runs a learner's weights."""
-    one = copied(trainer)
-    for mine, theirs in zip(one.parameters(), trainer.model.parameters(), strict=True):
-        mine.data = theirs.data
-    return one
-
-
-FINE = (averaged, teacher, loaded, compiled, other_form, shared, memory)
-
-
-@pytest.mark.parametrize("sanity", [0, 1])
-def test_a_copy_that_nothing_changes_is_warned_of(sanity: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Once, in the first validation that can know it: the score is that of the weights with which it was made."""
-    trainer = make()
-    validation = validate(copied(trainer), trainer, sanity=sanity)
-    trainer.run(DATA, max_epochs=2 - sanity)
-    assert [message for message in caplog.messages if COPIED in message] == [
-        f"Validation: {COPIED}, whose weights have not changed in 3 steps; pass the trained model, "
-        "create_evaluator(model, forward), or copy its weights before each validation"
-    ]
-    trainer.run(DATA, max_epochs=4)
-    assert sum(COPIED in message for message in caplog.messages) == 1
-    assert validation.best == pytest.approx(by_hand([]))
-
-
-@pytest.mark.parametrize("make_model", FINE, ids=lambda make_model: make_model.__name__)
-def test_models_that_follow_the_trained_one_are_fine(
-    make_model: Callable[[Trainer], nn.Module], caplog: pytest.LogCaptureFixture
-) -> None:
-    """However they do so."""
-    trainer = make()
-    validate(make_model(trainer), trainer)
-    trainer.run(DATA, max_epochs=3)
-    assert not any(COPIED in message for message in caplog.messages)
-
-
-def test_the_trained_model_is_looked_at_once() -> None:
-    """So that its contents are never read."""
-    model, watch = cuts.linear(), UnchangedCopy()
-    assert (watch.look(model, model, 0), watch.is_settled) == (0, True)
-
-
-def test_averages_of_the_library_and_rates_of_zero_are_fine(caplog: pytest.LogCaptureFixture) -> None:
-    """An average is swapped into the trained model. A step with a rate of 0 moves neither the model nor what follows it."""
-    trainer = make()
-    ema = ModelEMA(0.9)
-    ema.attach(trainer)
-    evaluator = create_evaluator(trainer.model, cuts.forward)
-    ema.use_in(evaluator)
-    Validation(evaluator, HELD_OUT).attach(trainer)
-    trainer.run(DATA, max_epochs=2)
-
-    trainer = make()
-    (optimizer,) = trainer.optimizers.values()
-    LearningRateSchedule(LambdaLR(optimizer, lambda step: float(step >= 4))).attach(trainer)
-    validate(teacher(trainer), trainer)
-    trainer.run(DATA, max_epochs=2)
-    assert not any(COPIED in message for message in caplog.messages)
-
-
-def warnings_of(kind: str) -> list[int]:
-    """The number of warnings where the trained model is evaluated, and where a copy is."""
-    found = []
-    for is_copy in (False, True):
-        model, other = cuts.linear(), cuts.linear()
-        if kind == "fully_shard":
-            fully_shard(model)
-            fully_shard(other)
-        trained = DistributedDataParallel(model) if kind == "ddp" else model
-        trainer, said = make(trained), messages_from_here()
-        validate(other if is_copy else trained, trainer)
-        trainer.run(DATA, max_epochs=3)
-        found.append(sum(COPIED in message for message in said))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "of_copy"), [("ddp", 1), ("fully_shard", 0)])
-def test_a_copy_on_ranks(kind: str, of_copy: int) -> None:
-    """The trained model is known as such in its wrapper, and the first rank alone warns of a copy, unless it is sharded."""
-    assert run_ranks(warnings_of, kind) == [[0, of_copy], [0, 0]]
 
 
 # --- a loader that draws ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from ignite_train import Trainer, TrainEvents, UpdateOptions, create_evaluator, create_trainer
 from ignite_train.handlers import Validation
 from ignite_train.ranks import replicas
+from log_messages import messages_from_here
 from ranks import run_ranks
 
 RATE, MOMENTUM = 0.01, 0.9
@@ -182,8 +183,10 @@ MOMENTS = {
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_comes_to_the_model_later_and_to_no_optimizer_is_refused(name: str, moment: str) -> None:
-    """As it is when the trainer is made: it would never be trained, and its gradients would add up in memory."""
+def test_what_comes_to_the_model_later_and_to_no_optimizer_is_told(
+    name: str, moment: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, when it has a gradient: it is never trained, and its gradients add up in memory. The others are trained."""
     (change, missing), model = CHANGES[name], layers()
     model[2].requires_grad_(name != "thawed")
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
@@ -192,10 +195,37 @@ def test_what_comes_to_the_model_later_and_to_no_optimizer_is_refused(name: str,
         change(model)
     else:
         trainer.add_event_handler(MOMENTS[moment], lambda: change(model))
-    with pytest.raises(ValueError, match=rf"over all trainable parameters, got one without '{missing}' and 1 more"):
-        in_session(trainer) if moment == "before session" else trainer.run(INPUTS, max_epochs=3)
-    assert trainer.state.iteration == (3 if "EPOCH" in moment else 0)
-    assert trainer.state.num_steps == trainer.state.iteration
+    in_session(trainer) if moment == "before session" else trainer.run(INPUTS, max_epochs=3)
+    told = [line for line in caplog.messages if "in no optimizer of the trainer" in line]
+    assert [line.partition(" parameters")[0] for line in told] == [f"'{missing}' and 1 more"]
+    assert trainer.state.num_steps == (1 if moment == "before session" else 9)
+
+
+@pytest.mark.parametrize("toggles", [Events.ITERATION_STARTED, TrainEvents.MICRO_BATCH_STARTED], ids=lambda event: event.name)
+def test_layers_that_are_switched_off_in_each_update_are_no_mistake(toggles: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A model of a generator and a discriminator, which two trainers step in turn, each without the gradients of the other."""
+    model = nn.ModuleDict({"generator": nn.Linear(3, 3).double(), "discriminator": nn.Linear(3, 1).double()})
+    parts, trainers = dict(model.items()), list[Trainer]()
+    before = {name: part.weight.detach().clone() for name, part in parts.items()}
+
+    def score(model: nn.ModuleDict, x: Tensor) -> Tensor:
+        return model["discriminator"](model["generator"](x)).square().mean()
+
+    def switch(_: object, name: str, other: str) -> None:
+        parts[name].requires_grad_(True)
+        parts[other].requires_grad_(False)
+
+    for name, other in (("generator", "discriminator"), ("discriminator", "generator")):
+        switch(None, name, other)
+        optimizer = torch.optim.SGD(parts[name].parameters(), lr=RATE)
+        trainer = create_trainer(model, optimizer, score)
+        trainer.add_event_handler(toggles, switch, name, other)
+        trainers.append(trainer)
+    for epoch in (1, 2):
+        for trainer in trainers:
+            trainer.run(INPUTS, max_epochs=epoch)
+    assert all(not torch.equal(part.weight, before[name]) for name, part in parts.items())
+    assert "in no optimizer" not in caplog.text
 
 
 @pytest.mark.parametrize("moment", ["in STARTED", "in EPOCH_STARTED", "in EPOCH_COMPLETED"])
@@ -225,22 +255,21 @@ def test_a_group_that_is_added_with_it_is_trained(moment: str) -> None:
     torch.testing.assert_close(*weights, rtol=1e-12, atol=1e-13)
 
 
-def train_shards() -> tuple[int, str]:
+def train_shards() -> tuple[int, list[str]]:
     """Epochs that begin after an evaluation, which leaves whole parameters in the root; then a layer is added."""
-    model = layers()
+    model, lines = layers(), messages_from_here()
     fully_shard(model[0])
     fully_shard(model)
     trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=RATE), mean_square)
     Validation(create_evaluator(model, mean_square), INPUTS).attach(trainer)
     trainer.run(INPUTS, max_epochs=2)
+    assert [line for line in lines if "in no optimizer" in line] == []
     add_layer(model)
-    with pytest.raises(ValueError, match="over all trainable parameters") as caught:
-        trainer.run(INPUTS, max_epochs=3)
-    return trainer.state.num_steps, str(caught.value).partition(" and ")[0]
+    trainer.run(INPUTS, max_epochs=3)
+    return trainer.state.num_steps, [line.partition(" and ")[0] for line in lines if "in no optimizer" in line]
 
 
 @pytest.mark.slow
-def test_shards_that_an_evaluation_has_made_whole_are_those_of_the_optimizer() -> None:
-    """Only what was added is refused, on all ranks."""
-    for found in run_ranks(train_shards):
-        assert found == (6, "optimizer must be over all trainable parameters, got one without '3.weight'")
+def test_shards_are_those_of_the_optimizer() -> None:
+    """Rank 0 tells of what was added, and of nothing else."""
+    assert run_ranks(train_shards) == [(9, ["'3.weight'"]), (9, [])]
