@@ -20,11 +20,8 @@ __all__ = ["start_description"]
 
 _OF_UPDATE = ("options", "loss_scaling")
 _OF_EACH_RANK = {"seed"}  # which may differ
-_BY_WHICH_RANKS_MEET = {
-    "every",
-    "every_epochs",
-    "every_seconds",
-}  # settings of handlers; others, such as time limits, may differ
+_BY_WHICH_RANKS_MEET = {"every", "every_epochs", "every_seconds"}
+"""Settings of handlers that are compared. Others, such as time limits and paths, may differ between ranks."""
 
 
 def start_description(trainer: Trainer) -> Description:
