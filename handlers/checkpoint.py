@@ -88,7 +88,7 @@ class Checkpoint(Handler):
             saved, as after an evaluation at EPOCH_STARTED or within an update, is not kept, and a warning says so.
         mode: whether the best is the `"min"` or the `"max"`; None: the words of its name decide, such as loss, error and
             perplexity, or accuracy, bleu, f1 and auc, and the log says how.
-        keep_best: how many of the best checkpoints in the directory stay, also of those that a run wrote before it was
+        keep_best: how many of the best checkpoints in the directory stay. Checkpoints count too that a run wrote before it was
             resumed from an earlier one.
         to_save: more objects with `state_dict` and `load_state_dict`, by name. Rank 0 writes what is equal on all ranks, and
             where the ranks differ each writes its own. Of another trainer its model, its optimizers and its handlers are saved
@@ -234,19 +234,24 @@ class Checkpoint(Handler):
         self.saver.wait()
         found = together(collectives.gather_objects, "looking for the best checkpoint", lambda: self.best)[0]
         if found is None:
-            score, missing = self.cadence.score, "pass Checkpoint(..., score='loss')"
-            if score is not None and self.cadence.awaited is not None:
-                missing = "the state that was evaluated after the run is not saved; call checkpoint.save() after the evaluation"
-            elif score is not None:
-                missing = f"no evaluation has found a finite {score!r} yet; attach Validation(evaluator, loader) and run first"
-            raise CheckpointError(f"{self.directory} has no checkpoint with a score; {missing}")
+            raise CheckpointError(f"{self.directory} has no checkpoint with a score; {self._why_no_score()}")
         model = self._run.objects().modules["model"]
         together(collectives.gather_objects, f"loading {found.path}", lambda: restore_model(found.path, model))
         self.cadence.note_loaded(self._run.trainer.state.iteration)
         return found
 
+    def _why_no_score(self) -> str:
+        """The cause and the remedy, for a message."""
+        if self.cadence.score is None:
+            return "pass Checkpoint(..., score='loss')"
+        if self.cadence.awaited is not None:
+            return "the state that was evaluated after the run is not saved; call checkpoint.save() after the evaluation"
+        return (
+            f"no evaluation has found a finite {self.cadence.score!r} yet; attach Validation(evaluator, loader) and run first"
+        )
+
     def settings(self) -> dict[str, Any]:
-        """With when it saves."""
+        """The arguments, with the intervals at which it saves."""
         return super().settings() | settings_of(self.cadence)
 
     def scores(self) -> list[tuple[Engine, str | None, str | None]]:

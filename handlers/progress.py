@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ignite_train.arguments import describe, one_of
-from ignite_train.engine.dispatch import Attachable, stateful_handlers
+from ignite_train.engine.dispatch import Attachable, scores_of, stateful_handlers
 from ignite_train.engine.introduction import introduction
 from ignite_train.engine.loop import Loop
 from ignite_train.events import Event
@@ -49,9 +49,9 @@ class ProgressLog(Handler):
     have at most 100 columns, or those of the terminal; their parts stand under one another. What is the same in each line is
     left out: a learning rate is shown once it has changed, skipped updates when there are new ones, the share of the time in
     which the loader is waited for from 10% on, and, with `StepTimer`, the slowest rank from 1.5 times the median on. Where room
-    is short, the learning rate goes before one of the user's logs: a score that a handler follows, or the first. A bar has
-    the learning rate and the speed if there is room for them. An evaluation has a bar of its own, and a line with its metrics.
-    A short table ends the run: time by section, best score, skipped updates, memory, files, and up to three hints.
+    is short, a line keeps the score that a handler follows, or the first of the user's logs, rather than the learning rate. A
+    bar has the learning rate and the speed if there is room for them. An evaluation has a bar of its own, and a line with its
+    metrics. A short table ends the run: time by section, best score, skipped updates, memory, files, and up to three hints.
 
     Args:
         style: `"bar"`, or `"simple"` for lines, `"json"` for one JSON object a line with all metrics, `"none"` for nothing;
@@ -157,18 +157,17 @@ class ProgressLog(Handler):
             metrics |= {f"{name}/{key}": value for key, value in own.items()}
         return metrics
 
-    def _scores(self, trainer: Trainer) -> Iterator[str | None]:
+    def _scores(self, trainer: Trainer) -> frozenset[str]:
         """The scores of the shown evaluators that handlers of the run follow."""
-        for handler in (trainer.checkpoint, *stateful_handlers(trainer).values()):
-            found = handler.scores() if isinstance(handler, Attachable) else ()
-            yield from (name for evaluator, name, _ in found if evaluator in self._evaluators)
+        found = scores_of((trainer.checkpoint, *stateful_handlers(trainer).values()))
+        return frozenset(name for evaluator, name, _ in found if name is not None and evaluator in self._evaluators)
 
     # --- bars -------------------------------------------------------------------------------------------------------------
 
     def _open(self, trainer: Trainer) -> None:
         state, self._started = trainer.state, time.perf_counter()
         self._begin, self._steps_before = state.iteration, state.num_steps
-        self._shown.scores = frozenset(name for name in self._scores(trainer) if name is not None)
+        self._shown.scores = self._scores(trainer)
         self._shown.start(single_metrics(state.metrics, self._left_out))
         if state.iteration and self._is_introduced and self.style != "json":
             _print(f"continues after update {state.iteration}")

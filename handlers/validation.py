@@ -10,13 +10,13 @@ from typing import Any, Literal
 from ignite.engine import Engine, Events, RemovableEventHandle
 
 from ignite_train.arguments import COUNT, MAPPING, NUMBER, TEXT, check_fields, describe, optional, positive_int
-from ignite_train.engine.dispatch import Attachable, Dispatcher, attached, is_of_library, stateful_handlers
+from ignite_train.engine.dispatch import Dispatcher, attached, is_of_library, scores_of, stateful_handlers
 from ignite_train.engine.limits import checked_loader, is_read_once, refuse_used_iterator
 from ignite_train.evaluation.evaluator import Evaluator, kept_state
 from ignite_train.events import Event
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.metrics import refuse_other_mode, score_in, score_mode
-from ignite_train.model.random_state import generators_within, get_generator_state, kept_random_state, set_generator_state
+from ignite_train.model.random_state import generators_within, get_generator_state, kept_random_state, set_generator_states
 from ignite_train.trainer import Trainer
 
 __all__ = ["Validation"]
@@ -194,8 +194,7 @@ class Validation(Handler):
 
     def _scores_of_others(self, trainer: Trainer) -> list[tuple[str, str]]:
         """The metrics that other handlers need of this evaluator, each with its mode."""
-        others = [trainer.checkpoint, *stateful_handlers(self.evaluator).values()]
-        scores = [score for other in others if isinstance(other, Attachable) for score in other.scores()]
+        scores = scores_of((trainer.checkpoint, *stateful_handlers(self.evaluator).values()))
         return [(name, mode) for evaluator, name, mode in scores if evaluator is self.evaluator and name and mode]
 
     def _choose_score(self, trainer: Trainer) -> None:
@@ -233,7 +232,5 @@ class Validation(Handler):
             self.score, self.mode = state_dict["score"], state_dict["mode"]
         self.best, self.best_update = state_dict["best"], state_dict["best_update"]
         self._latest_update = state_dict["latest_update"]
-        for name, generator in generators_within(self.loader).items() if generators else ():
-            if name in generators:
-                set_generator_state(generator, generators[name])
+        set_generator_states(generators_within(self.loader), generators)
         self.is_best = self.best_update is not None and self.best_update == self._latest_update

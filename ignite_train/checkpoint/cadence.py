@@ -109,7 +109,7 @@ class Cadence(Piggyback):
             self.best = self._retention.best_of([*self.best, (self._score[0], score)])
 
     def note_evaluation(self, update: int, metrics: Mapping[str, Any]) -> None:
-        """An evaluation is done. If its score is one of the best, it asks for a save of the evaluated state.
+        """An evaluation is done. If its score is among the best, it asks for a save of the evaluated state.
 
         Of several evaluations after the same update the first counts, as for handlers that react to a score: a later one may
         be of other data. Those before the first update do not count.

@@ -319,7 +319,7 @@ class HeldState:
         for entry in (*objects.shared.values(), *objects.own.values()):
             with suppress(TypeError):  # an object with slots, or one of C, has no such attributes
                 saved |= {id(one) for value in (entry, *vars(entry).values()) for one in _schedules(value)}
-        for name, key, schedules in _held(run, _schedules, (LRScheduler, MethodType, list, tuple)):
+        for name, key, schedules in _held_schedules(run):
             lost = [one for one in schedules if id(one.optimizer) in optimizers and id(one) not in saved]
             if lost and f"{name}.{key}" not in self._warned and name not in run.leave_out:
                 self._warned.add(f"{name}.{key}")
@@ -371,8 +371,7 @@ class HeldState:
 
     def names(self, run: SavedRun) -> set[str]:
         """The handlers that hold any tensors or schedules, by the names that a warning gives them."""
-        of_schedules = _held(run, _schedules, (LRScheduler, MethodType, list, tuple))
-        return {name for name, _, _ in _held(run)} | {name for name, _, _ in of_schedules}
+        return {name for name, _, _ in (*_held(run), *_held_schedules(run))}
 
     def _is_changed(self, tensor: Tensor) -> bool:
         """Whether it was changed in place since it was first asked about."""
@@ -426,6 +425,11 @@ def _held(
             for key, value in things.items():
                 if (isinstance(value, of_functions) or not is_function) and (found := [*within(value)]):
                     yield name, key, found
+
+
+def _held_schedules(run: SavedRun) -> Iterator[tuple[str, str, list[LRScheduler]]]:
+    """Name of the handler, attribute, and the schedules in it."""
+    return _held(run, _schedules, (LRScheduler, MethodType, list, tuple))
 
 
 def _schedules(value: Any) -> Iterator[LRScheduler]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from ignite_train.checkpoint.manifest import Manifest
 
@@ -65,8 +66,7 @@ class Retention:
             score, kind = manifests[index].score, self._kind_of_score(manifests[index])
             if score is not None:
                 by_kind.setdefault(kind, {})[score if kind[1] else -score, manifests[index].update] = index
-        ranked = (sorted(copies, key=lambda copy: copy[0]) for copies in by_kind.values())
-        return [copies[key] for copies, keys in zip(by_kind.values(), ranked, strict=True) for key in keys[: self.best]]
+        return [copies[key] for copies in by_kind.values() for key in sorted(copies, key=itemgetter(0))[: self.best]]
 
     def _kind_of_score(self, manifest: Manifest) -> tuple[str | None, bool]:
         """The metric of a score, and whether a lower one is better: of another metric as its run has said."""

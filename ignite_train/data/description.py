@@ -84,10 +84,12 @@ class DealtOrder(NamedTuple):
 
 def dealt_order(loader: Iterable[Any] | None) -> DealtOrder | None:
     """The order of a loader with `ShardedSampler` or `TokenBudgetSampler`; None of any other, whose ranks may differ."""
-    dealt = [one for one in samplers_of(loader) if isinstance(one, _Dealt)] if isinstance(loader, DataLoader) else []
-    if loader is None or not dealt:
+    if not isinstance(loader, DataLoader):
         return None
-    return DealtOrder(dealt[0].dealing.ranks, dealt[0].describe() | {"drop_last": describe_data(loader).get("drop_last")})
+    for sampler in samplers_of(loader):
+        if isinstance(sampler, _Dealt):
+            return DealtOrder(sampler.dealing.ranks, sampler.describe() | {"drop_last": describe_data(loader).get("drop_last")})
+    return None
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, jumps: bool) -> tuple[list[str], list[str]]:

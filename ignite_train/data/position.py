@@ -21,7 +21,7 @@ from ignite_train.model.random_state import (
     generators_within,
     get_generator_state,
     restore_random_state,
-    set_generator_state,
+    set_generator_states,
 )
 from ignite_train.ranks import collectives
 
@@ -342,10 +342,7 @@ class DataPosition:
         return dict(zip(found, map(get_generator_state, found.values()), strict=True))
 
     def _set_own_generators(self, states: Mapping[str, Any]) -> None:
-        found = self._find_own_generators()
-        for name, state in states.items():
-            if name in found:
-                set_generator_state(found[name], state)
+        set_generator_states(self._find_own_generators(), states)
 
     def _find_own_generators(self) -> dict[str, Any]:
         """The generators of the loader, its samplers and its dataset, unless its own state or the seed of a sample has them."""

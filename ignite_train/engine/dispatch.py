@@ -42,6 +42,7 @@ __all__ = [
     "is_of_library",
     "numbered_name",
     "occasions",
+    "scores_of",
     "stateful_handlers",
 ]
 
@@ -367,6 +368,11 @@ def attached(engine: Engine) -> list[tuple[Any, Any, tuple[Any, ...]]]:
             given = args[1:] if args and isinstance(args[0], weakref.ref) else args  # such a reference is to the engine
             found.append((event, inspect.unwrap(handler), (*given, *kwargs.values())))
     return found
+
+
+def scores_of(handlers: Iterable[object]) -> list[tuple[Engine, str | None, str | None]]:
+    """The `Attachable.scores` of those handlers that have some."""
+    return [score for one in handlers if isinstance(one, Attachable) for score in one.scores()]
 
 
 def occasions(engine: Engine) -> Iterator[tuple[Any, str, str]]:

@@ -150,7 +150,7 @@ class _Probe:
         return one == other or self.is_equal(one, other)
 
     def is_between(self, one: float, other: float, value: float) -> bool:
-        """Whether `value` lies between the two, or is one of them where none is 0: a count of something rare may be 0 or 1."""
+        """Whether `value` lies between the two, which count too unless one is 0: a count of something rare may be 0 or 1."""
         low, high = sorted((one, other))
         is_one = self.is_same(low, value) or self.is_same(high, value)
         return 0 not in (one, other) if is_one else low < value < high

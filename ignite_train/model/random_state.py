@@ -37,6 +37,7 @@ __all__ = [
     "seed_of",
     "seed_random_state",
     "set_generator_state",
+    "set_generator_states",
 ]
 
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
@@ -277,6 +278,17 @@ def get_generator_state(generator: Generator) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
     return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(legacy=False)
+
+
+def set_generator_states(generators: Mapping[str, Generator], states: Mapping[str, Any]) -> None:
+    """Restores the states of those generators that have one by their name; the others are left alone.
+
+    Raises:
+        ValueError: as `set_generator_state`.
+    """
+    for name, generator in generators.items():
+        if name in states:
+            set_generator_state(generator, states[name])
 
 
 def set_generator_state(generator: Generator, state: Any) -> None:

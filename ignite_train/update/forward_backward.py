@@ -75,7 +75,7 @@ class ForwardBackward:
         is_other: whether the running update has another forward than the trainer was made with.
         name: of the running update.
         awaits_size: whether the first loss scale is still to be found in the running update.
-        is_watched: whether the running update is one of those in which forward is guarded: the 1st, 2nd, 4th, 8th, ...
+        is_watched: whether forward is guarded in the running update, as in the 1st, 2nd, 4th, 8th, ...
     """
 
     model: nn.Module

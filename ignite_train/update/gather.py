@@ -133,15 +133,14 @@ class Gather:
         trainer.begin_section("forward")
         if self._seeding is not None:
             self._seeding.micro_batch(index)
+        if not self._is_started_heard:
+            return
         # Looked at in few updates only: FailureBoard has a handler of this event in each.
-        if self._num_guarded:
-            self._num_guarded -= 1
+        if self._num_guarded or self.passes.is_watched:
+            self._num_guarded = max(self._num_guarded - 1, 0)
             self._guard.fire(trainer, _MICRO_BATCH_STARTED)
-        elif self._is_started_heard:
-            if self.passes.is_watched:
-                self._guard.fire(trainer, _MICRO_BATCH_STARTED)
-            else:
-                trainer.fire_event(_MICRO_BATCH_STARTED)
+        else:
+            trainer.fire_event(_MICRO_BATCH_STARTED)
 
     def cross(self, trainer: Trainer) -> Totals:
         """After the last backward: reduces what is left, and gives the numbers of the update over all ranks. Collective."""

@@ -189,7 +189,7 @@ def test_a_best_that_could_not_be_written_is_not_the_best(asynchronous: bool, tm
 
 
 def test_as_many_of_the_best_are_saved_as_stay(tmp_path: Path) -> None:
-    """The second and the third best too, which were no records when they were found, and also after a restart."""
+    """The second and the third best stay too, although each was worse than the best when it was found, also after a restart."""
     scores = {1: 0.3, 2: 0.5, 3: 0.4, 4: 0.6, 5: 0.35, 6: 0.9}
     scored(tmp_path, scores, 7, keep_best=3)
     assert scores_in(tmp_path) == {1: 0.3, 3: 0.4, 5: 0.35, 7: None}
@@ -263,7 +263,7 @@ def claims_what_it_has(checkpoint: Checkpoint, model: nn.Module) -> int:
 @pytest.mark.parametrize("how", ["Validation", "plain"])
 @pytest.mark.parametrize("event", [*IN_TIME, *TOO_LATE], ids=str)
 def test_the_best_has_the_score_that_it_claims(tmp_path: Path, event: Any, how: str, caplog: pytest.LogCaptureFixture) -> None:
-    """At whatever event the run evaluates: the score is of the weights that are kept, or nothing is and a warning says so."""
+    """At whatever event the run evaluates, the score is of the weights that are kept; if none are kept, a warning says so."""
     trainer, evaluator, checkpoint, model, states = turning(tmp_path)
     stopping, validation = EarlyStopping(evaluator, patience=99), Validation(evaluator, HELD_OUT)
     stopping.attach(trainer)

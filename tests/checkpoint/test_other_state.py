@@ -1434,7 +1434,7 @@ def test_a_schedule_that_no_checkpoint_keeps_is_named(way: str, tmp_path: Path, 
 
 
 def test_a_schedule_that_is_kept_or_of_another_run_is_not_named(tmp_path: Path, caplog: Any) -> None:
-    """That of a handler of ours or of Ignite's, a part of one, and one over an optimizer that this run does not step."""
+    """The schedule of a handler of ours or of Ignite's, a part of it, and a schedule over an optimizer of another run."""
     model, other = net(), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     parts = [schedulers.ConstantLR(optimizer, 0.5, 2), schedulers.StepLR(optimizer, 1, 0.5)]

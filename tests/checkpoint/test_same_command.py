@@ -95,7 +95,7 @@ def restarted(script: Callable[[int | None], tuple[Trainer, list[int]]], *kills:
 
 
 def two_stages(root: Path, killed_in: int | None) -> tuple[Trainer, list[int]]:
-    """As the cookbook writes it: a trainer and a directory for each stage, over one model."""
+    """The recipe of the cookbook: a trainer and a directory for each stage, over one model."""
     model, made = net(), list[int]()
     optimizer = sgd(model)
     for name, data, epochs, rate in (("one", A, 2, RATE), ("two", B, 4, RATE / 2)):
@@ -134,7 +134,7 @@ def test_a_call_that_a_later_one_has_passed_is_refused(limit: str, tmp_path: Pat
 
 
 def fork(first: Path, directory: Path, killed_in: int | None, how: Callable[[], None] = kill) -> tuple[Trainer, list[int]]:
-    """As the cookbook writes it."""
+    """The recipe of the cookbook."""
     trainer, made = build(directory)
     if killed_in is not None:
         trainer.add_event_handler(Events.ITERATION_STARTED(once=killed_in), how)

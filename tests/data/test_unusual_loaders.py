@@ -456,7 +456,7 @@ class Permuting:
 
 
 class PermutingAnew(Permuting):
-    """The same; a pass begins anew unless a state was loaded before it."""
+    """The same; a pass starts from its beginning unless a state was loaded before it."""
 
     is_loaded = False
 

@@ -312,7 +312,7 @@ CLEARINGS: dict[str, Callable[[nn.Module, Any], None]] = {
 
 @pytest.mark.parametrize("name", CLEARINGS)
 def test_zero_grad_in_forward(name: str) -> None:
-    """The gradients of the earlier micro-batches of the update would be lost. With one micro-batch there are none."""
+    """The gradients of the earlier micro-batches of the update would be lost. One micro-batch alone has no earlier ones."""
 
     def clearing(model: nn.Module, batch: Batch) -> ForwardOutput:
         CLEARINGS[name](model, optimizer)
@@ -339,7 +339,7 @@ def test_zero_grad_in_forward(name: str) -> None:
 @pytest.mark.parametrize("event", ["MICRO_BATCH_STARTED", "FORWARD_COMPLETED", "BACKWARD_COMPLETED"])
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_zero_grad_in_a_handler(event: str, calls: int | None, keeps_graph: bool) -> None:
-    """Also after the backward of one micro-batch alone. Where there is no gradient yet, it does nothing."""
+    """Also after the backward of one micro-batch alone. Before the first gradient it does nothing."""
     model, optimizer, trainer = make(summed, UpdateOptions(create_graph=keeps_graph), accumulation_steps=4)
     before = model.weight.detach().clone()
     chosen = EVENTS[event] if calls is None else EVENTS[event](event_filter=lambda _, number: (number - calls) % 4 == 0)
@@ -367,7 +367,7 @@ def test_zero_grad_before_the_last_of_many_micro_batches() -> None:
 @pytest.mark.parametrize("every", [2, 4, 8])
 @pytest.mark.parametrize("mistake", ["step", "backward"])
 def test_a_mistake_in_a_later_forward(mistake: str, every: int, accumulation_steps: int) -> None:
-    """As in a loop that accumulated by itself: in each second, fourth or eighth call."""
+    """A loop that accumulated by itself did so in each second, fourth or eighth call."""
     calls = 0
 
     def forward(model: nn.Module, batch: Batch) -> ForwardOutput:
@@ -1059,7 +1059,7 @@ WORDS += [
 
 
 class Unlabelled:
-    """A dataset that is none of torch's classes."""
+    """A dataset of a class of its own."""
 
     def __len__(self) -> int:
         return 8

@@ -603,7 +603,7 @@ def change_a_sparse_gradient() -> Any:
 
 @pytest.mark.slow
 def test_a_sparse_gradient_that_differs_is_named() -> None:
-    """Its norm is that of the rows that are there."""
+    """Its norm is the norm of its rows."""
     assert run_ranks(change_a_sparse_gradient, timeout_seconds=120) == [(2, ("0.weight",))] * 2
 
 

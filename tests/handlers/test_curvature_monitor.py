@@ -249,7 +249,7 @@ def test_mistakes(options: dict[str, Any], error: type[Exception], message: str)
 
 @pytest.mark.parametrize("whole", [True, False], ids=["model", "block"])
 def test_sparse_gradients_are_refused(whole: bool) -> None:
-    """There are no second derivatives of them in torch; a block without them is taken."""
+    """Torch cannot differentiate them twice; a block of dense parameters is taken."""
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 4))
 
     def looked_up(model: nn.Module, rows: Tensor) -> ForwardOutput:

@@ -1162,7 +1162,7 @@ thread.join()
 assert gc.isenabled() and not COLLECTOR.locked()
 """
 
-# And one that forks in a pause of its own has it still in the new process.
+# A thread that forks in a pause of its own still has the pause in the new process.
 FORKS_IN_A_PAUSE = """
 import gc, os
 from ignite_train.checkpoint.capture import paused_collection
@@ -1198,13 +1198,13 @@ def test_looking_at_the_main_thread_while_its_functions_end() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("pauses", ["look", "save"])
 def test_a_process_that_is_forked_while_a_thread_pauses_the_collector_collects_its_garbage(pauses: str) -> None:
-    """As a worker of a loader is, while HangWatch looks at a thread or a state is saved; nor does it keep the lock held."""
+    """A worker of a loader is forked while HangWatch looks at a thread or a state is saved. Nor does it keep the lock."""
     assert end_of(FORKS_WHILE_THREAD_PAUSES.replace("PAUSES", pauses)) == (0, "")
 
 
 @pytest.mark.slow
 def test_a_process_that_is_forked_in_a_pause_of_its_own_ends_it() -> None:
-    """The pause of the thread that forks goes on in both."""
+    """The pause of the thread that forks continues in both processes."""
     assert end_of(FORKS_IN_A_PAUSE) == (0, "")
 
 

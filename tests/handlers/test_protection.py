@@ -406,13 +406,13 @@ def compared_in_whole(updates: int, every: int, directory: Path) -> list[int]:
     [(8, 0, [1, 2, 3, 8]), (3, 0, [1, 2, 3]), (8, 4, [1, 2, 3, 4, 8]), (7, 3, [1, 2, 3, 6, 7])],
 )
 def test_no_update_is_compared_twice(updates: int, every: int, compared: list[int], tmp_path: Path) -> None:
-    """Neither one that was compared by its number, nor one that was saved."""
+    """Neither an update that was compared for its number, nor an update that was saved."""
     assert run_ranks(compared_in_whole, updates, every, tmp_path, timeout_seconds=120) == [compared] * 2
 
 
 @pytest.mark.parametrize("begin", [1, 6])
 def test_the_first_updates_of_a_process_are_compared_and_then_one_of_many(begin: int) -> None:
-    """Those that are named, also of a process that resumes; then the multiples of a number."""
+    """The named updates of each process, also of one that resumes; then the multiples of a number."""
     filter_ = protection._FirstAndEvery((1, 2, 3), 5)
     due = [update for update in range(begin, 21) if filter_(None, update)]
     assert due == ([1, 2, 3, 5, 10, 15, 20] if begin == 1 else [6, 7, 8, 10, 15, 20])
