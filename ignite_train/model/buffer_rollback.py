@@ -53,11 +53,12 @@ class BufferRollback:
         )
 
     @torch.no_grad()
-    def roll_back(self) -> None:
-        """Puts them back."""
+    def roll_back(self) -> bool:
+        """Puts them back, and says whether there was a mark of any buffer."""
         for buffer, before in zip(self._copied, self._copies, strict=True):
             if not buffer.is_inference():  # to which torch lets nothing write
                 own_memory(buffer).copy_(before)
         for owner, buffers in self._owners:
             if isinstance(owner, dict):  # a scripted module has another mapping, whose tensors stay the same
                 owner.update(buffers)
+        return bool(self._owners)

@@ -34,7 +34,6 @@ class Parts:
     Attributes:
         counters, scale, buffers, search: parts of the list.
         statistics: a list of those that an update adds to; an acceleration may add others.
-        are_chosen: whether the list is what `choose` has given last.
     """
 
     def __init__(
@@ -44,12 +43,11 @@ class Parts:
         self.counters, self.scale = Counters(passes.state, ending), Scale(passes.loss_scaling, ending)
         skips = passes.loss_scaling.enabled or passes.options.on_nonfinite == "skip"
         self.buffers = Buffers(passes.module, are_marked=skips)
-        self.are_chosen = False
 
-    def mark_everything(self) -> None:
-        """Has each update to come remember what one that is broken off has to put back."""
+    def mark_everything(self) -> list[Part]:
+        """The parts by which each update to come remembers what one that is broken off has to put back."""
         self.buffers.are_marked = self.search.marks_always = True
-        self.are_chosen = False
+        return self.choose()
 
     def choose(self) -> list[Part]:
         """The parts, in the order in which they end."""
@@ -72,7 +70,6 @@ class Parts:
         elif search.may_mark:
             mark = search.draws.mark if search.marks_each else search.mark
             parts.append(Part(kept_at=COUNTED, mark=mark, put_back=search.draws.put_back))
-        self.are_chosen = not self.buffers.is_looking
         return parts
 
     def _drop_leftovers(self) -> None:
@@ -99,44 +96,22 @@ class Buffers:
 
     def __init__(self, module: nn.Module, *, are_marked: bool) -> None:
         self._module, self.are_marked, self.are_spoilt = module, are_marked, False
-        self._rollback = BufferRollback(module)
-        self._versions: list[tuple[Tensor, int]] | None = None
-        self._move: bool | None = None  # whether the first update has moved buffers
-
-    @property
-    def is_looking(self) -> bool:
-        """Whether the next update finds out what forward does to them."""
-        return self._move is None and not self.are_marked
+        self._rollback, self._at_first = BufferRollback(module), self._now()
 
     def part(self) -> Part:
-        """What is to be done in each update. Asked again while `is_looking`, and when `are_marked` has changed."""
-        if self.are_marked:
-            return Part(kept_at=FINITE, mark=self._rollback.mark, put_back=self._rollback.roll_back)
-        if self._move is None:
-            return Part(kept_at=FINITE, mark=self._look, keep=self._learn, put_back=self._note_if_moved)
-        return Part(kept_at=FINITE, put_back=self._note)
+        """What is to be done in each update; another where `are_marked` has changed."""
+        return Part(kept_at=FINITE, mark=self._rollback.mark if self.are_marked else None, put_back=self._put_back)
 
-    def _look(self) -> None:
-        self._versions = self._now()
-
-    def _learn(self) -> None:
-        self._move = self._have_moved()
-
-    def _note_if_moved(self) -> None:
-        self.are_spoilt |= self._have_moved()
-
-    def _note(self) -> None:
-        """Notes that they cannot be put back."""
-        self.are_spoilt |= bool(self._move)
+    def _put_back(self) -> None:
+        """Puts them back, or notes that they cannot be. They have moved if updates have moved them since there is a trainer."""
+        if not self._rollback.roll_back():
+            before, now = self._at_first, self._now()
+            pairs = zip(before, now, strict=False)
+            moved = len(before) != len(now) or any(one is not other or old != new for (one, old), (other, new) in pairs)
+            self.are_spoilt |= moved
 
     def _now(self) -> list[tuple[Tensor, int]]:
         return [(buffer, -1 if buffer.is_inference() else version_of(buffer)) for buffer in self._module.buffers()]
-
-    def _have_moved(self) -> bool:
-        before, now = self._versions or [], self._now()
-        self._versions = None
-        pairs = zip(before, now, strict=False)
-        return len(before) != len(now) or any(one is not other or old != new for (one, old), (other, new) in pairs)
 
 
 class Scale:

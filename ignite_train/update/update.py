@@ -83,9 +83,6 @@ class Update:
             What the trainer's output transform has made of the update's record.
         """
         trainer.begin_section("forward")
-        # Here and not when the trainer is made: a Checkpoint that is attached meanwhile has more of it marked.
-        if not self.parts.are_chosen:
-            self.journal.choose(self.parts.choose())
         with self.journal as journal:
             try:
                 # From here on the journal gives the generators back, however the update ends.
@@ -244,6 +241,7 @@ class Update:
         )
         self.journal = Journal(self.stepper.watch)
         self.parts = Parts(passes, gather.gradients, gather.statistics, search, self.journal.ending)
+        self.journal.choose(self.parts.choose())
         self.policy = SkipPolicy(
             module=passes.module, scale=self.parts.scale, search=search, raises=raises, limit=self.options.give_up_after
         )
@@ -276,7 +274,7 @@ class Update:
 
     def mark_everything(self) -> None:
         """See `Process`."""
-        self.parts.mark_everything()
+        self.journal.choose(self.parts.mark_everything())
 
     @property
     def is_spoilt(self) -> bool:
