@@ -29,7 +29,6 @@ from ignite_train.internals.of_ignite import prepare_as_ignite
 from ignite_train.internals.of_torch import Loss, donates_buffers, pytree
 from ignite_train.model.gradients import Gradients, PartedGradients
 from ignite_train.model.learning_rates import LearningRates
-from ignite_train.model.loss_declaration import without_first_look
 from ignite_train.model.optimizers import (
     OneOrSeveralOptimizers,
     Optimizers,
@@ -579,7 +578,7 @@ def _recovery(
         gradients=gradients,
         statistics=statistics,
         carried=passes.carried,
-        forward=without_first_look(passes.user_forward),
+        forward=passes.user_forward,
     )
 
 

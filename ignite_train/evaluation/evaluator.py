@@ -6,7 +6,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -28,9 +27,9 @@ from ignite_train.device.to_device import ToDevice
 from ignite_train.engine.limits import checked_loader, without_full_batch
 from ignite_train.engine.loop import Batches, Loop
 from ignite_train.evaluation.uneven_metrics import metrics_published_at, uneven_metrics
-from ignite_train.forward import TERM, BoundForward, Forward, ForwardOutput, as_forward_output, bind_forward
+from ignite_train.forward import TERM, Forward, ForwardOutput, as_forward_output, bind_forward
 from ignite_train.model.forward_state import ForwardState
-from ignite_train.model.loss_declaration import FirstForward, check_declaration
+from ignite_train.model.loss_declaration import FirstLook
 from ignite_train.model.precision import Precision, PrecisionName
 from ignite_train.other_words import answers_other_words, made_by
 from ignite_train.ranks import collectives
@@ -73,12 +72,7 @@ class Evaluator(Loop):
         self.model = unwrap(model)
         self.data_ranks = data_ranks_of_any(model, data_dims)
         this = weakref.proxy(self)
-        bound = bind_forward(forward, lambda: this.state)
-
-        def check(micro_batch: Any) -> list[str]:
-            return check_declaration(this.model, bound, micro_batch, carried=this.state.carried, precision=this.precision)
-
-        self.forward: BoundForward = FirstForward(bound, check, partial(setattr, this, "forward"))
+        self.forward, self.first_look = bind_forward(forward, lambda: this.state), FirstLook()
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.transfer, self.precision = ToDevice(device), Precision(precision, device)
         self.statistics = Statistics(device, counts=self.data_ranks.counts)
@@ -275,7 +269,11 @@ def _evaluate(engine: Evaluator, micro_batch: Any) -> Any:
 
 def _forward(engine: Evaluator, micro_batch: Any) -> ForwardOutput:
     with torch.no_grad(), engine.precision.autocast():
-        return as_forward_output(engine.forward(engine.model, engine.transfer(micro_batch)))
+        forward, model, on_device = engine.forward, engine.model, engine.transfer(micro_batch)
+        if engine.first_look.is_over:
+            return as_forward_output(forward(model, on_device))
+        carried, precision = engine.state.carried, engine.precision
+        return as_forward_output(engine.first_look(forward, model, on_device, model, carried=carried, precision=precision))
 
 
 def _refuse_padding(data: Iterable[Any]) -> None:

@@ -18,7 +18,6 @@ from ignite_train.fast.compiled_step import CompiledStep, StepPlan, StepTensors
 from ignite_train.fast.update_graphs import CannotCompileError, Gathered, UpdateGraphs, mark_static_address
 from ignite_train.forward import ForwardOutput
 from ignite_train.model.forward_state import ForwardState
-from ignite_train.model.loss_declaration import without_first_look
 from ignite_train.model.step_watch import StepWatch
 from ignite_train.ranks.messages import RankRequests
 from ignite_train.ranks.statistics import Statistics, Totals
@@ -118,7 +117,7 @@ class CompiledGather(Gather):
         super().__post_init__()
         passes = self.passes
         self._step = CompiledStep(self.optimizer, passes.model)
-        self._forward_state = ForwardState(passes.model, passes.carried, without_first_look(passes.user_forward))
+        self._forward_state = ForwardState(passes.model, passes.carried, passes.user_forward)
         # not without dimensions: torch 2.13 drops what AOTAutograd's graphs write into such an input on the CPU
         self._num_made = torch.zeros(1, dtype=torch.float64, device=self.statistics.device)
 
@@ -235,7 +234,7 @@ class CompiledGather(Gather):
 
     def _new_graphs(self, plans: tuple[StepPlan, ...]) -> UpdateGraphs:
         return UpdateGraphs(
-            forward=without_first_look(self.passes.user_forward),
+            forward=self.passes.user_forward,
             model=self.passes.model,
             forward_state=self._forward_state,
             plans=plans,

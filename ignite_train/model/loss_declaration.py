@@ -19,7 +19,7 @@ from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.precision import Precision
 from ignite_train.state import Carried
 
-__all__ = ["FirstForward", "LossDeclarationWarning", "check_declaration", "without_first_look"]
+__all__ = ["FirstLook", "LossDeclarationWarning", "check_declaration"]
 
 _FEW = 6  # from this many samples on a half has three: with two the logarithm of their number doubles, as a sum does
 
@@ -64,40 +64,45 @@ def check_declaration(
     return []
 
 
-class FirstForward:
-    """Stands in the place of `forward` until that has run once, and then leaves it to `forward` itself.
-
-    Args:
-        forward: the user's.
-        check: says what is wrong with its declarations, given a micro-batch.
-        replace: puts another function into the place where this stands.
+class FirstLook:
+    """Looks for mistakes in what a `forward` declares and returns, when it runs first.
 
     Attributes:
-        forward: the user's.
+        is_over: whether nothing is left to look at, so that `forward` can be called by itself.
     """
 
-    def __init__(
-        self, forward: BoundForward, check: Callable[[Any], list[str]], replace: Callable[[BoundForward], None]
-    ) -> None:
-        self.forward, self._check, self._set_forward = forward, check, replace
-        self._is_checked = False
+    def __init__(self) -> None:
+        self.is_over = self._is_checked = False
 
-    def __call__(self, model: nn.Module, micro_batch: Any) -> Any:
-        """Runs `forward`."""
+    def __call__(
+        self,
+        forward: BoundForward,
+        model: nn.Module,
+        micro_batch: Any,
+        module: nn.Module,
+        *,
+        carried: Carried,
+        precision: Precision,
+    ) -> Any:
+        """Runs `forward`.
+
+        Args:
+            forward: the user's.
+            model: its first argument.
+            micro_batch: its second.
+            module: the model without a wrapper; for this one and the others see `check_declaration`.
+            carried: what forward carries.
+            precision: under which it runs.
+        """
         messages: list[str] = []
         if not self._is_checked:
-            self._is_checked, messages = True, self._check(micro_batch)
-        returned = self.forward(model, micro_batch)
-        if _size_is_known(returned):
-            self._set_forward(self.forward)
+            self._is_checked = True
+            messages = check_declaration(module, forward, micro_batch, carried=carried, precision=precision)
+        returned = forward(model, micro_batch)
+        self.is_over = _size_is_known(returned)
         for message in messages:
             warnings.warn(message, LossDeclarationWarning, stacklevel=2)
         return returned
-
-
-def without_first_look(forward: BoundForward) -> BoundForward:
-    """The user's function, of what may be a `FirstForward`."""
-    return forward.forward if isinstance(forward, FirstForward) else forward
 
 
 def _size_is_known(returned: Any) -> bool:

@@ -24,7 +24,7 @@ from ignite_train.forward import (
     bind_forward,
     is_declared,
 )
-from ignite_train.model.loss_declaration import FirstForward, check_declaration, without_first_look
+from ignite_train.model.loss_declaration import FirstLook
 from ignite_train.model.precision import Precision
 from ignite_train.model.seeding import Seeding
 from ignite_train.ranks import collectives
@@ -34,7 +34,6 @@ from ignite_train.update.handler_guard import HandlerGuard
 from ignite_train.update.loss_scaling import LossScaling, TorchLossScaling
 from ignite_train.update.loss_terms import LossTerms
 from ignite_train.update.options import UpdateOptions
-from ignite_train.update.weak_method import WeakMethod
 
 __all__ = ["Engine", "ForwardBackward"]
 
@@ -58,7 +57,7 @@ class ForwardBackward:
     Attributes:
         model: with its wrapper, if it has one.
         module: without.
-        user_forward: the user's function; in its first run what it declares is looked at for mistakes.
+        user_forward: the user's function.
         run_backward: as `torch.autograd.backward`; given the loss alone, it keeps or makes the graph that the options ask for.
         engine: takes the place of `run_backward` for losses that are plain tensors, if an acceleration has set it.
         transfer: copies micro-batches to the device; None on the CPU.
@@ -96,12 +95,11 @@ class ForwardBackward:
     name: str | None = None
     is_watched: bool = False
     _num_begun: int = 0  # updates
+    _is_looked_at: bool = False  # whether it is, or what forward returns is still looked at for mistakes
     _group_size: int = 0  # how many micro-batches this rank has in the running update, as far as is known when it begins
 
     def __post_init__(self) -> None:
-        # What it gives its parts to call must not keep it and its model alive.
-        check, replace = WeakMethod(self._check_forward), WeakMethod(self._set_forward)
-        self.user_forward = FirstForward(self.user_forward, check, replace)
+        self._first_look = FirstLook()
         self.carried, self._autocasts = self.state.carried, bool(self.precision.dtypes)
         count = self.options.sample_sizes
         self.terms = None if count is None else LossTerms(count, counts=self.counts)
@@ -130,6 +128,7 @@ class ForwardBackward:
         """Before the first forward of an update. Collective, where the user counts the samples of several losses."""
         self._num_begun = number = self._num_begun + 1
         self.is_watched = number & (number - 1) == 0
+        self._is_looked_at = self.is_watched or not (self._first_look.is_over or self.is_other)
         if self.terms is not None:
             self.term_totals = self.terms.begin(group)
         else:
@@ -142,7 +141,7 @@ class ForwardBackward:
     def forward(self, micro_batch: Any) -> ForwardOutput:
         """Runs the user's function on a micro-batch, which is copied to the device first, and checks the result."""
         on_device = micro_batch if self.transfer is None else self.transfer(micro_batch)
-        user_forward = self._watched_forward if self.is_watched else self.user_forward
+        user_forward = self._watched_forward if self._is_looked_at else self.user_forward
         if self._autocasts:
             with self.precision.autocast():
                 returned = user_forward(self.model, on_device)
@@ -200,11 +199,7 @@ class ForwardBackward:
 
     def _watched_forward(self, model: nn.Module, micro_batch: Any) -> Any:
         with self.guard.forward():
-            return self.user_forward(model, micro_batch)
-
-    def _check_forward(self, micro_batch: Any) -> list[str]:
-        forward = without_first_look(self.user_forward)
-        return check_declaration(self.module, forward, micro_batch, carried=self.carried, precision=self.precision)
-
-    def _set_forward(self, forward: BoundForward) -> None:
-        self.user_forward = forward
+            if self._first_look.is_over or self.is_other:
+                return self.user_forward(model, micro_batch)
+            carried, precision = self.carried, self.precision
+            return self._first_look(self.user_forward, model, micro_batch, self.module, carried=carried, precision=precision)

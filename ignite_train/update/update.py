@@ -15,7 +15,6 @@ from ignite_train.events import TrainEvents
 from ignite_train.forward import Forward
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import no_gradient_error
-from ignite_train.model.loss_declaration import without_first_look
 from ignite_train.model.seeding import Seeding
 from ignite_train.ranks.statistics import Totals
 from ignite_train.state import TrainState, UpdateOutput
@@ -234,7 +233,7 @@ class Update:
             crossing=gather.crossing,
             gradients=gather.gradients,
             carried=passes.carried,
-            forward=without_first_look(passes.user_forward),
+            forward=passes.user_forward,
             loss_of=passes.loss_without_wrapper,
             raises=raises,
             loss_scaling=self.loss_scaling,
@@ -250,7 +249,7 @@ class Update:
                 stepper=self.stepper,
                 gather=gather,
                 decide=WeakMethod(self.decide),
-                forward_state=ForwardState(passes.module, passes.carried, without_first_look(passes.user_forward)),
+                forward_state=ForwardState(passes.module, passes.carried, passes.user_forward),
             )
 
     # --- what its trainer asks; see `Process` -----------------------------------------------------------------------------

@@ -443,13 +443,6 @@ def test_a_forward_that_differentiates_rightly(accumulation_steps: int) -> None:
     assert torch.equal(*weights)
 
 
-def test_nothing_is_left_of_the_first_look() -> None:
-    """From the second forward on it is the user's that is called."""
-    _, _, trainer = make(summed)
-    trainer.run(DATA[:1])
-    assert trainer.process.gather.passes.user_forward is summed  # type: ignore[attr-defined]
-
-
 def on_ranks() -> list[Any]:
     """In DistributedDataParallel: an attack that calls backward, and modules that were put into eval mode inside it."""
     found: list[Any] = []
