@@ -48,13 +48,11 @@ class ClosureStep:
     Attributes:
         stepper: steps the optimizer.
         gather: evaluates the loss of a group again.
-        decide: makes a decision of the sums over the ranks, and of the changes by handlers.
         forward_state: what forward may change.
     """
 
     stepper: OneStepper
     gather: Gather
-    decide: Callable[[Trainer, Totals], Decision]
     forward_state: ForwardState
     _beginning: ForwardMark | None = None
     _stepped: dict[int, Tensor] = field(default_factory=dict)  # the parameters that had a gradient when the optimizer stepped
@@ -71,7 +69,12 @@ class ClosureStep:
             self._beginning, self._stepped = self.forward_state.mark(), {}
 
     def __call__(
-        self, trainer: Trainer, micro_batches: Sequence[Any], decision: Decision, sample_size: float
+        self,
+        trainer: Trainer,
+        micro_batches: Sequence[Any],
+        decision: Decision,
+        sample_size: float,
+        decide: Callable[[Trainer, Totals], Decision],
     ) -> tuple[Decision, int]:
         """Steps, or changes nothing. Collective.
 
@@ -80,6 +83,7 @@ class ClosureStep:
             micro_batches: the group.
             decision: about the gradients as they are: to step.
             sample_size: Σsample_size.
+            decide: makes a decision of the sums over the ranks, and of the changes by handlers.
 
         Returns:
             The decision; that about the evaluation which was not finite, if there was one. And the number of evaluations.
@@ -93,7 +97,7 @@ class ClosureStep:
             last = decision
             if known is None or self._options.create_graph or not (before.is_unchanged() and known.is_unchanged()):
                 number += 1
-                last = self._evaluate(trainer, micro_batches, number - 1)
+                last = self._evaluate(trainer, micro_batches, number - 1, decide)
             known = None
             objective = last.loss * (1.0 if self._options.normalize else sample_size)
             return torch.tensor(objective, dtype=torch.float64, device=self.gather.statistics.device)
@@ -112,7 +116,13 @@ class ClosureStep:
             raise
         return decision, number
 
-    def _evaluate(self, trainer: Trainer, micro_batches: Sequence[Any], evaluation: int) -> Decision:
+    def _evaluate(
+        self,
+        trainer: Trainer,
+        micro_batches: Sequence[Any],
+        evaluation: int,
+        decide: Callable[[Trainer, Totals], Decision],
+    ) -> Decision:
         """Leaves the clipped mean gradients at the present parameters, in evaluation 1, 2, ... of the update. Collective.
 
         Raises:
@@ -132,7 +142,7 @@ class ClosureStep:
             self._seeding.step(evaluation)
         with torch.no_grad():  # gradients may have graphs
             totals = self.gather.cross_again(outgoing)
-        decision = self.decide(trainer, totals)
+        decision = decide(trainer, totals)
         if decision.skipped_reason is not None:
             raise _NotFiniteError(decision)
         self._make_mean(decision)

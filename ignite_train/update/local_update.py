@@ -17,7 +17,6 @@ from ignite_train.trainer import Trainer
 from ignite_train.update.decision import Decision
 from ignite_train.update.journal import End
 from ignite_train.update.update import Update
-from ignite_train.update.weak_method import WeakMethod
 
 __all__ = ["LocalUpdate"]
 
@@ -84,7 +83,8 @@ class LocalUpdate(Update):
     def join(self, trainer: Trainer) -> None:
         """Sends the decision of this rank with the statistics of `trainer`'s updates. To be called once, before the first."""
         self._trainer = weakref.proxy(trainer)
-        self._own = _OwnDecision(self.gather.statistics, WeakMethod(self._decide_alone))
+        this = weakref.proxy(self)  # or else the update would keep itself alive
+        self._own = _OwnDecision(self.gather.statistics, lambda totals: this._decide_alone(totals))
         trainer.piggybacks.append(self._own)
 
     def _decide_alone(self, totals: Totals) -> Decision:

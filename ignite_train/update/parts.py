@@ -12,7 +12,6 @@ from ignite_train.update.forward_backward import ForwardBackward
 from ignite_train.update.journal import COUNTED, FINITE, Counters, End, Ending, Part
 from ignite_train.update.loss_scaling import LossScaling, NoLossScaling
 from ignite_train.update.nonfinite_search import NonFiniteSearch
-from ignite_train.update.weak_method import WeakMethod
 
 __all__ = ["Buffers", "Parts", "Scale"]
 
@@ -61,7 +60,7 @@ class Parts:
             self.buffers.part(),
             # What something else than an update has left in `.grad` is dropped at the mark.
             Part(kept_at=cleared_at, mark=gradients.clear_stale, keep=gradients.clear),
-            Part(kept_at=_ENDED_ITSELF, put_back=WeakMethod(self._drop_leftovers)),
+            Part(kept_at=_ENDED_ITSELF, put_back=self._drop_leftovers),
         ]
         if type(passes.loss_scaling) is NoLossScaling:
             del parts[1]

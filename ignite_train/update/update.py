@@ -31,7 +31,6 @@ from ignite_train.update.options import UpdateOptions
 from ignite_train.update.parts import Parts
 from ignite_train.update.skip_policy import SkipPolicy
 from ignite_train.update.stepper import OneStepper, Stepper
-from ignite_train.update.weak_method import WeakMethod
 
 __all__ = ["Update"]
 
@@ -206,7 +205,7 @@ class Update:
     ) -> UpdateOutput:
         """Lets the optimizer step and evaluate the loss again. An evaluation that is not finite makes it a skip."""
         self._check_step(output)
-        after, number = closure_step(trainer, micro_batches, decision, output.sample_size)
+        after, number = closure_step(trainer, micro_batches, decision, output.sample_size, self.decide)
         if after.skipped_reason is not None:
             output = replace(output, loss=after.loss, grad_norm=after.grad_norm, skipped_reason=after.skipped_reason)
         return trainer.amend(replace(output, num_evaluations=number))
@@ -248,7 +247,6 @@ class Update:
             self._closure_step = ClosureStep(
                 stepper=self.stepper,
                 gather=gather,
-                decide=WeakMethod(self.decide),
                 forward_state=ForwardState(passes.module, passes.carried, passes.user_forward),
             )
 

@@ -143,8 +143,6 @@ NO_NAMES_OF_OTHERS = {
     ("ignite_train/tools/distributed_checkpoint.py", "_MEM_FORMAT_ENCODING"): "part of the format of torch's files",
     ("ignite_train/tools/distributed_checkpoint.py", "_StorageInfo"): "part of the format of torch's files",
     ("ignite_train/tools/distributed_checkpoint.py", "_get_layout"): "part of the format of torch's files",
-    ("ignite_train/update/weak_method.py", "_Given"): "a type of its own",
-    ("ignite_train/update/weak_method.py", "_Result"): "a type of its own",
 }
 
 CORE = sorted(path for path in (ROOT / "ignite_train").rglob("*.py") if "handlers" not in path.relative_to(ROOT).parts)
