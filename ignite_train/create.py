@@ -27,7 +27,7 @@ from ignite_train.fast.choose import choose
 from ignite_train.forward import Forward, ForwardOutput, bind_forward, names_model
 from ignite_train.internals.of_ignite import prepare_as_ignite
 from ignite_train.internals.of_torch import Loss, donates_buffers, pytree
-from ignite_train.model.gradients import Gradients, PartedGradients
+from ignite_train.model.gradients import Gradients
 from ignite_train.model.learning_rates import LearningRates
 from ignite_train.model.optimizers import (
     OneOrSeveralOptimizers,
@@ -217,7 +217,7 @@ def _new_update(
         state=passes.state,
         gather=gather,
         rules=Rules(crossing.averaged_over, passes.loss_scaling.enabled, limit, passes.options.normalize),
-        norm_limits=_norm_limits_of(limits, gradients, crossing),
+        norm_limits=_norm_limits_of(limits, stepper, crossing),
         stepper=stepper,
         options=passes.options,
     )
@@ -517,15 +517,15 @@ def _gradients_and_stepper(module: nn.Module, optimizers: Optimizer | Optimizers
     if isinstance(optimizers, Optimizer):
         gradients = Gradients(module, optimizers)
         return gradients, OneStepper(optimizers, gradients, watch)
-    together = PartedGradients(module, optimizers)
-    steps = [(OneStepper(optimizers.named[name], part, watch), part) for name, part in together.parts.items()]
-    return together, SeveralSteppers(steps, watch)
+    parts = {name: Gradients(module, one) for name, one in optimizers.named.items()}
+    steps = {name: (OneStepper(one, parts[name], watch), parts[name]) for name, one in optimizers.named.items()}
+    return Gradients(module, optimizers), SeveralSteppers(steps, watch)
 
 
-def _norm_limits_of(limits: Mapping[str, float], gradients: Gradients, crossing: Crossing) -> NormLimits | None:
-    if not limits or not isinstance(gradients, PartedGradients):
+def _norm_limits_of(limits: Mapping[str, float], stepper: Stepper, crossing: Crossing) -> NormLimits | None:
+    if not limits or not isinstance(stepper, SeveralSteppers):
         return None
-    return NormLimits(limits=limits, gradients=gradients, crossing=crossing)
+    return NormLimits(limits=limits, parts={name: part for name, (_, part) in stepper.parts.items()}, crossing=crossing)
 
 
 def _description(

@@ -171,13 +171,12 @@ class FoldedSteps(SeveralSteppers):
     """
 
     def __init__(self, plain: SeveralSteppers, *, limits_each: bool = False) -> None:
-        plain_ones = [(stepper, gradients) for stepper, gradients in plain.parts if isinstance(stepper, OneStepper)]
-        never = [why_never_folded(stepper.optimizer) for stepper, _ in plain_ones]
-        kinds = [UnwrappedStep if why else FoldedStep for why in never]
-        steps = [(kind(one), part) for kind, (one, part) in zip(kinds, plain_ones, strict=True)]
-        super().__init__(steps, plain.watch)
-        self._folded = [stepper for stepper, _ in steps if isinstance(stepper, FoldedStep)]
-        self._never = next(filter(None, never), None)
+        plain_ones = {name: one for name, (one, _) in plain.parts.items() if isinstance(one, OneStepper)}
+        never = {name: why_never_folded(one.optimizer) for name, one in plain_ones.items()}
+        steps = {name: (UnwrappedStep if never[name] else FoldedStep)(one) for name, one in plain_ones.items()}
+        super().__init__({name: (one, plain.parts[name][1]) for name, one in steps.items()}, plain.watch)
+        self._folded = [stepper for stepper in steps.values() if isinstance(stepper, FoldedStep)]
+        self._never = next(filter(None, never.values()), None)
         self._limits_each = limits_each
 
     def step_if(self, may_step: Tensor, divisor: Tensor) -> None:
@@ -193,4 +192,6 @@ class FoldedSteps(SeveralSteppers):
 
     def why_not_fused(self) -> str | None:
         """See `FoldedStep.why_not_fused`: what hinders one of them."""
+        for _, gradients in self.parts.values():
+            gradients.note_kinds()
         return self._never or next((why for stepper in self._folded if (why := stepper.why_not_fused())), None)

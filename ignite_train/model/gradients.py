@@ -25,7 +25,6 @@ from ignite_train.model.sparse_parameters import sparse_gradient_values, sparse_
 __all__ = [
     "SMALLEST_NORM",
     "Gradients",
-    "PartedGradients",
     "may_trust_norm",
     "no_gradient_error",
     "share_memory",
@@ -161,7 +160,7 @@ class Gradients:
         return _length(kinds, self._on_host)
 
     def note_kinds(self) -> None:
-        """Notes what there is, as `norm` does, and takes no norm."""
+        """Notes what there is, as `norm` does, where the norm was taken of the gradients of several optimizers at once."""
         gradients = self._existing()
         self.kinds, self.count = {*_by_kind(gradients)}, len(gradients)
 
@@ -301,38 +300,6 @@ class Gradients:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
         return [sparse_gradient_values(gradient) for gradient in self._existing()]
-
-
-class PartedGradients(Gradients):
-    """The gradients of several optimizers: one norm, and those of each optimizer apart for its step.
-
-    Args:
-        model: gives the parameters their names.
-        optimizers: whose parameters these are.
-
-    Attributes:
-        parts: the gradients of each optimizer, by its name.
-    """
-
-    def __init__(self, model: nn.Module, optimizers: Optimizers) -> None:
-        super().__init__(model, optimizers)
-        self.parts = {name: Gradients(model, optimizer) for name, optimizer in optimizers.named.items()}
-
-    def norm(self) -> float | Tensor:
-        """As for one optimizer over all of the parameters, bit by bit."""
-        norm = super().norm()
-        self._note_parts()
-        return norm
-
-    def shard_norm_squared(self, copies: Callable[[Tensor], int]) -> float | Tensor:
-        """As for one optimizer over all of the parameters, bit by bit."""
-        squared = super().shard_norm_squared(copies)
-        self._note_parts()
-        return squared
-
-    def _note_parts(self) -> None:
-        for part in self.parts.values():
-            part.note_kinds()
 
 
 def sharing_memory(tensors: Sequence[Tensor]) -> list[int]:

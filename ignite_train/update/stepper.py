@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from operator import methodcaller
 from typing import Protocol
@@ -133,21 +133,22 @@ class SeveralSteppers:
     """Steps several optimizers, each by a stepper of its own.
 
     Args:
-        parts: the stepper of each optimizer, and the gradients of its parameters.
+        parts: by name the stepper of each optimizer, and the gradients of its parameters.
         watch: told of each step by the parts.
 
     Attributes:
         parts, watch: the same.
     """
 
-    def __init__(self, parts: Sequence[tuple[Stepper, Gradients]], watch: StepWatch) -> None:
-        self.parts, self.watch = tuple(parts), watch
+    def __init__(self, parts: Mapping[str, tuple[Stepper, Gradients]], watch: StepWatch) -> None:
+        self.parts, self.watch = parts, watch
 
     def __call__(self, mean_factor: float, *clip_coefficients: float) -> None:
         """See `Stepper`. An optimizer whose parameters have no gradient is stepped too, as in a loop by hand."""
         if len(clip_coefficients) == 1:
             clip_coefficients *= len(self.parts)
-        for (stepper, gradients), coefficient in zip(self.parts, clip_coefficients, strict=True):
+        for (stepper, gradients), coefficient in zip(self.parts.values(), clip_coefficients, strict=True):
+            gradients.note_kinds()
             if gradients.count:
                 stepper(mean_factor, coefficient)
             else:
