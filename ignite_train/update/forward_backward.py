@@ -64,7 +64,7 @@ class ForwardBackward:
         precision: of forward.
         loss_scaling: multiplies the loss.
         seeding: what random numbers are a function of, if they are.
-        guard: looks after forward.
+        guard: looks after forward in the updates that it watches.
         state: of the trainer; told which micro-batch is run again.
         carried: what forward carries.
         terms: counts the denominators of a loss with several terms, if the user has a function that does so.
@@ -74,7 +74,6 @@ class ForwardBackward:
         is_other: whether the running update has another forward than the trainer was made with.
         name: of the running update.
         awaits_size: whether the first loss scale is still to be found in the running update.
-        is_watched: whether forward is guarded in the running update, as in the 1st, 2nd, 4th, 8th, ...
     """
 
     model: nn.Module
@@ -93,9 +92,7 @@ class ForwardBackward:
     awaits_size: bool = False
     is_other: bool = False
     name: str | None = None
-    is_watched: bool = False
-    _num_begun: int = 0  # updates
-    _is_looked_at: bool = False  # whether it is, or what forward returns is still looked at for mistakes
+    _is_looked_at: bool = False  # whether it does so in the running one, or forward is still looked at for mistakes
     _group_size: int = 0  # how many micro-batches this rank has in the running update, as far as is known when it begins
 
     def __post_init__(self) -> None:
@@ -126,9 +123,10 @@ class ForwardBackward:
 
     def begin(self, group: Sequence[Any]) -> None:
         """Before the first forward of an update. Collective, where the user counts the samples of several losses."""
-        self._num_begun = number = self._num_begun + 1
-        self.is_watched = number & (number - 1) == 0
-        self._is_looked_at = self.is_watched or not (self._first_look.is_over or self.is_other)
+        guard = self.guard
+        guard.num_updates = number = guard.num_updates + 1
+        guard.is_watching = number & (number - 1) == 0
+        self._is_looked_at = guard.is_watching or not (self._first_look.is_over or self.is_other)
         if self.terms is not None:
             self.term_totals = self.terms.begin(group)
         else:

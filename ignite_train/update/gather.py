@@ -61,7 +61,6 @@ class Gather:
     _state: TrainState = field(init=False)
     _on_backward: Sequence[Callable[[ForwardOutput], object]] = ()  # see `Moments`
     _is_started_heard: bool = False  # whether MICRO_BATCH_STARTED has handlers
-    _num_guarded: int = 0  # times that they are still looked at
     _is_guarded: bool = False  # whether an event has handlers that must not change gradients, so that these are compared
 
     def __post_init__(self) -> None:
@@ -111,7 +110,7 @@ class Gather:
             state.forward_output = None
         # None says that no micro-batch is running, where an error comes from here on.
         state.micro_batch_in_group = None
-        if passes.is_watched:
+        if self._guard.is_watching:
             self._guard.warn_of_unstepped()
         if state.batch is not group and state.batch is not None:  # which frees its memory
             raise _replaced_too_late(state.batch)
@@ -136,8 +135,7 @@ class Gather:
         if not self._is_started_heard:
             return
         # Looked at in few updates only: FailureBoard has a handler of this event in each.
-        if self._num_guarded or self.passes.is_watched:
-            self._num_guarded = max(self._num_guarded - 1, 0)
+        if self._guard.is_watching:
             self._guard.fire(trainer, _MICRO_BATCH_STARTED)
         else:
             trainer.fire_event(_MICRO_BATCH_STARTED)
@@ -203,7 +201,6 @@ class Gather:
         """Chooses the work that the attached handlers need. Called whenever one is attached or removed."""
         self._is_guarded = trainer.has_handlers(_FORWARD_COMPLETED) or trainer.has_handlers(_BACKWARD_COMPLETED)
         self._is_started_heard = trainer.has_handlers(_MICRO_BATCH_STARTED)
-        self._num_guarded = 4 * self._is_started_heard
         self._on_backward = trainer.moments.on_backward
 
     def _take_part(self, trainer: Trainer) -> None:

@@ -25,7 +25,6 @@ __all__ = ["HandlerGuard"]
 
 _logger = logging.getLogger(__name__)
 _BACKWARD_COMPLETED = TrainEvents.BACKWARD_COMPLETED
-_FIRST = 4  # times that an event fires, in which contents are compared too
 _Seen = tuple[nn.Parameter, Tensor | None, int, bytes]  # a parameter, and how its gradient was
 
 
@@ -33,19 +32,24 @@ class HandlerGuard:
     """Refuses what `forward` and handlers inside an update must not do: step an optimizer of the trainer, or change gradients.
 
     Before GRADIENTS_REDUCED, and in GRADIENTS_READY, `.grad` is a sum, so that what is clipped or added there has the wrong
-    size. Gradients are compared by identity and by torch's count of changes, which leaves out those of `.grad.data`: so at
-    first what lies in the memory of the host is compared too. One that a handler has set to None is allowed: its parameter
-    stays where it is. If a handler sets all of them to None, it has called `zero_grad()`, and earlier micro-batches are lost.
+    size. Gradients are compared by identity and by torch's count of changes, which leaves out those of `.grad.data`: so in few
+    updates, see `is_watching`, what lies in the memory of the host is compared too. One that a handler has set to None is
+    allowed: its parameter stays where it is. If a handler sets all of them to None, it has called `zero_grad()`, and earlier
+    micro-batches are lost.
 
     Args:
         gradients: those of the trainer's optimizers.
         optimizer: these optimizers.
         keeps_graph: whether gradients have graphs, which handlers of BACKWARD_COMPLETED may go through with another backward.
+
+    Attributes:
+        num_updates: how many have begun in this process.
+        is_watching: whether the running one is the 1st, 2nd, 4th, 8th, ..., in which more is looked at.
     """
 
     def __init__(self, gradients: Gradients, optimizer: Optimizer | Optimizers, *, keeps_graph: bool) -> None:
         self._gradients, self._optimizer, self._keeps_graph = gradients, optimizer, keeps_graph
-        self._num_fired: dict[str, int] = {}
+        self.num_updates, self.is_watching = 0, False
         self._has_warned = False
 
     @contextmanager
@@ -121,8 +125,7 @@ class HandlerGuard:
 
     @contextmanager
     def _unchanged(self, event: str) -> Iterator[None]:
-        self._num_fired[event] = self._num_fired.get(event, 0) + 1
-        before = self._look(with_contents=self._num_fired[event] <= _FIRST)
+        before = self._look(with_contents=self.is_watching)
         with self.no_step(f"a handler of {event}"):
             yield
         if (seen := self._changed(before)) is not None:
