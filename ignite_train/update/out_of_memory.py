@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -105,11 +105,24 @@ class RecoverFromOutOfMemory:
             else:
                 yield part
 
-    def attempt(self, part: Any) -> _Attempt:
-        """Remembers how things are; puts them back if the part does not fit."""
-        return _Attempt(self, part)
+    @contextmanager
+    def attempt(self, part: Any) -> Iterator[None]:
+        """Within it the part is tried. If it does not fit, the attempt is forgotten, and all is as it was before."""
+        aside, sums = self._gradients.set_aside(), self._statistics.mark()
+        before, was_written = self._forward_state.mark(), written_into(part)
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            error.__traceback__ = None  # its frames hold the memory that the next attempt needs
+            self._gradients.put_back(aside)
+            self._statistics.rewind(sums)
+            self._forward_state.put_back(before)
+            self._give_up_on(part, is_written=was_written())
+        else:
+            self._gradients.add_back(aside)
+            self._forward_state.keep(before)
 
-    def give_up_on(self, part: Any, *, is_written: bool = False) -> None:
+    def _give_up_on(self, part: Any, *, is_written: bool = False) -> None:
         """Called for a part that did not fit, when everything is put back.
 
         Args:
@@ -139,39 +152,3 @@ class RecoverFromOutOfMemory:
             )
         self._fits = (size + 1) // 2
         self._waiting.extendleft(reversed(halves(part, self._is_cut)))
-
-    def snapshot(self) -> tuple[Any, ...]:
-        """Gradients (set aside), statistics, and what forward changes."""
-        return self._gradients.set_aside(), self._statistics.mark(), self._forward_state.mark()
-
-    def put_back(self, snapshot: tuple[Any, ...]) -> None:
-        """Forgets the attempt."""
-        aside, mark, before = snapshot
-        self._gradients.put_back(aside)
-        self._statistics.rewind(mark)
-        self._forward_state.put_back(before)
-
-    def keep(self, snapshot: tuple[Any, ...]) -> None:
-        """Adds the attempt's gradients to those set aside."""
-        self._gradients.add_back(snapshot[0])
-        self._forward_state.keep(snapshot[2])
-
-
-class _Attempt:
-    """An attempt at a part of a micro-batch."""
-
-    def __init__(self, recovery: RecoverFromOutOfMemory, part: Any) -> None:
-        self._recovery, self._part = recovery, part
-
-    def __enter__(self) -> None:
-        self._snapshot, self._was_written = self._recovery.snapshot(), written_into(self._part)
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> bool:
-        if error is None:
-            self._recovery.keep(self._snapshot)
-        if not isinstance(error, torch.OutOfMemoryError):
-            return False
-        error.__traceback__ = None  # its frames hold the memory that the next attempt needs
-        self._recovery.put_back(self._snapshot)
-        self._recovery.give_up_on(self._part, is_written=self._was_written())
-        return True
