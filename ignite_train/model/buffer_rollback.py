@@ -23,11 +23,10 @@ class BufferRollback:
 
     Args:
         module: whose buffers.
-        is_needed: whether they may have to be put back at all; otherwise nothing is copied.
     """
 
-    def __init__(self, module: nn.Module, *, is_needed: bool = True) -> None:
-        self._module, self._is_needed = module, is_needed
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._owners: list[tuple[Any, Mapping[str, Tensor | None]]] = []
         self._copied: list[Tensor] = []
         self._copies: list[Tensor] = []  # of each buffer; written again where the buffers are the same ones
@@ -35,8 +34,6 @@ class BufferRollback:
     @torch.no_grad()
     def mark(self) -> None:
         """Remembers them as they are now."""
-        if not self._is_needed:
-            return
         self._owners = [(owner, {**owner}) for module in self._module.modules() if (owner := buffers_of(module))]
         buffers = [*{id(one): one for _, own in self._owners for one in own.values() if one is not None}.values()]
         if not buffers:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ignite_train.errors import TrainingError
 from ignite_train.internals.of_torch import buffers_of, parameters_of, pytree, version_of
 from ignite_train.model.buffer_rollback import BufferRollback
+from ignite_train.model.memory_layout import has_plain_memory
 from ignite_train.model.micro_batch_rollback import MicroBatchRollback, content_of, same_content
 from ignite_train.model.objects_used import CONTAINERS, MAX_ENTRIES, attributes_of, is_accounted_for, objects_used
 from ignite_train.model.random_state import NUMPY, PYTHON, Generator, RandomState, generators_within
@@ -148,7 +149,7 @@ class ForwardState:
         """
         self._num_marks += 1
         self._find(is_look=self._num_marks & (self._num_marks - 1) == 0)
-        buffers = BufferRollback(self._everything(), is_needed=self._watches_tensors)
+        buffers = BufferRollback(self._everything() if self._watches_tensors else nn.Module())
         buffers.mark()
         attributes = [vars(one) for one in self.modules if not isinstance(one, _WRAPPERS)]
         values = [values[name] for values in attributes for name in values.keys() - _OF_EACH_MODULE]
@@ -305,9 +306,7 @@ class ForwardState:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its memory is one row of numbers, which can be copied and compared."""
-    is_usual = not (tensor.is_nested or tensor.is_meta or tensor.is_quantized)
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and is_usual
+    return type(tensor) in (Tensor, nn.Parameter) and has_plain_memory(tensor)
 
 
 def _places(tensors: list[Tensor]) -> _Places:

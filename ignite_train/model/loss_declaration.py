@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from ignite_train.forward import BoundForward, ForwardOutput, as_forward_output, is_declared, refuse_fraction
 from ignite_train.internals.of_torch import COLLECTIVE_NAMESPACES, DispatchMode, pytree, schema_of, storage_number
 from ignite_train.model.forward_state import ForwardState
+from ignite_train.model.memory_layout import has_plain_memory
 from ignite_train.model.precision import Precision
 from ignite_train.state import Carried
 
@@ -279,7 +280,8 @@ class _Parts:
         """The parts of a micro-batch, if its tensors leave no doubt: a sample alone may have a first dimension too."""
         leaves, structure = pytree.tree_flatten(micro_batch)
         if not all(
-            _is_plain(leaf) if isinstance(leaf, Tensor) else isinstance(leaf, (int, float, type(None))) for leaf in leaves
+            has_plain_memory(leaf) if isinstance(leaf, Tensor) else isinstance(leaf, (int, float, type(None)))
+            for leaf in leaves
         ):
             return None
         shapes = [leaf.shape for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
@@ -304,10 +306,6 @@ class _Parts:
             return torch.cat([chosen, chosen], dim=1) if is_widened and leaf.dim() > 1 else chosen
 
         return pytree.tree_unflatten([*map(change, self._leaves)], self._structure)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta or tensor.is_quantized)
 
 
 class _BrokenOffError(Exception):

@@ -13,6 +13,7 @@ __all__ = [
     "bytes_at",
     "empty_gradient_of",
     "gradient_dtype",
+    "has_plain_memory",
     "is_dense",
     "is_lost",
     "own_memory",
@@ -21,6 +22,11 @@ __all__ = [
 
 _CHUNKS, _CHUNK_BYTES = 8, 128  # of a large block of memory
 _FEW_BYTES = 1024  # are read in full
+
+
+def has_plain_memory(tensor: Tensor) -> bool:
+    """Whether its memory is one block of numbers, which can be copied and compared."""
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta or tensor.is_quantized)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

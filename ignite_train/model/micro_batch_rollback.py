@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ignite_train.device.leaves import leaves
 from ignite_train.internals.of_torch import version_of
-from ignite_train.model.memory_layout import as_bytes
+from ignite_train.model.memory_layout import as_bytes, has_plain_memory
 
 __all__ = ["MicroBatchRollback", "arrays_in", "content_of", "same_content", "writing_error", "written_into"]
 
@@ -57,12 +57,9 @@ def arrays_in(micro_batch: Any) -> list[Any]:
 
 
 def _is_array(leaf: Any) -> bool:
-    return _has_bytes(leaf) if type(leaf) is Tensor else type(leaf) is np.ndarray and leaf.size > 0
-
-
-def _has_bytes(tensor: Tensor) -> bool:
-    unusual = tensor.is_nested or tensor.is_meta or tensor.is_quantized
-    return tensor.layout is torch.strided and not unusual and tensor.numel() > 0
+    if type(leaf) is Tensor:
+        return has_plain_memory(leaf) and leaf.numel() > 0
+    return type(leaf) is np.ndarray and leaf.size > 0
 
 
 def content_of(array: Any) -> Any:
