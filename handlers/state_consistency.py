@@ -22,6 +22,7 @@ from ignite_train.kinds_of_handlers import PiggybackHandler
 from ignite_train.model.optimizers import OneOrSeveralOptimizers, as_optimizers
 from ignite_train.model.tensor_digests import content_digest, tensor_digests
 from ignite_train.ranks import collectives
+from ignite_train.ranks.digest_words import differ, differ_on_device, digest_words, with_squares
 from ignite_train.ranks.root_mesh import copies, part_and_copy
 from ignite_train.trainer import Trainer
 
@@ -84,7 +85,8 @@ class _Check(NamedTuple):
 
     def words_of_shards(self) -> list[float]:
         """Four words whose sum over all ranks is zero if each part is the same on all ranks that hold it."""
-        words = [[word * self.holders[name].factor for word in _words(digest)] for name, digest in self.shards.items()]
+        parts = ((digest_words(digest, _WORDS), self.holders[name].factor) for name, digest in self.shards.items())
+        words = [[word * factor for word in of_part] for of_part, factor in parts]
         return [sum(column) for column in zip(*words, strict=True)] if words else [0.0] * _WORDS
 
 
@@ -186,22 +188,19 @@ class StateConsistency(PiggybackHandler):
     def payload(self) -> Sequence[float]:
         """The four 16-bit words of the digest, their squares, the words of the shards' digest, and a 1 for having a digest.
 
-        All are zero if no check is due. Over W ranks, (Σw)² = W·Σw² holds if and only if all words w are equal
-        (Cauchy–Schwarz). Float64 adds both exactly. The words of the shards are multiplied so that they sum to zero over ranks
-        that hold the same, see `_Shard.factor`.
+        All are zero if no check is due. The words of the shards are multiplied so that they sum to zero over ranks that hold
+        the same, see `_Shard.factor`.
         """
         self._has_moved = True
         if self._due is not None:
             self._sent, self._due = self._due, None
         if self._sent is None:
             return [0.0] * self.payload_size
-        words = _words(self._sent.digest)
-        return [*words, *(word * word for word in words), *self._sent.words_of_shards(), 1.0]
+        return [*with_squares(digest_words(self._sent.digest, _WORDS)), *self._sent.words_of_shards(), 1.0]
 
     def vetoes(self, sums: Tensor) -> Tensor:
         """See `Piggyback`: whether the digests differ, or are missing on some rank, which counts as a digest of 0."""
-        words, squares, of_shards = sums[:_WORDS], sums[_WORDS : 2 * _WORDS], sums[2 * _WORDS : -1]
-        return (words * words != collectives.world_size() * squares).any() | (of_shards != 0).any()
+        return differ_on_device(sums[: 2 * _WORDS], collectives.world_size()) | (sums[2 * _WORDS : -1] != 0).any()
 
     def on_reduced(self, sums: list[float]) -> None:
         """Compares the digests.
@@ -221,9 +220,7 @@ class StateConsistency(PiggybackHandler):
                 f"event must fire in the same updates on all ranks, got one in which StateConsistency had a digest on "
                 f"{present} of {world_size} ranks: attach it alike on all ranks, to an event with the same counter on all"
             )
-        words, squares, of_shards = sums[:_WORDS], sums[_WORDS : 2 * _WORDS], sums[2 * _WORDS : -1]
-        agree = all(int(word) ** 2 == world_size * int(square) for word, square in zip(words, squares, strict=True))
-        if not agree or any(of_shards):
+        if differ(sums[: 2 * _WORDS], world_size) or any(sums[2 * _WORDS : -1]):
             assert sent is not None  # noqa: S101  # all ranks have one
             self._compare(sent)
 
@@ -342,8 +339,3 @@ def _outside(digests: Sequence[int], ranks: Sequence[int]) -> list[int] | None:
     """The ranks, among `ranks`, that differ from the majority; None without a majority."""
     (most, count), *_ = Counter(digests).most_common()
     return [rank for rank, digest in zip(ranks, digests, strict=True) if digest != most] if 2 * count > len(digests) else None
-
-
-def _words(digest: int) -> list[float]:
-    """The lowest 64 bits of a digest, in four numbers."""
-    return [float(digest >> 16 * place & 0xFFFF) for place in range(_WORDS)]

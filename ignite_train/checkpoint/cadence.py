@@ -147,6 +147,3 @@ class Cadence(Piggyback):
     def on_reduced(self, sums: list[float]) -> None:
         """See `Piggyback`."""
         self._is_requested = self._is_requested or sums[0] > 0
-
-    def settle(self) -> None:
-        """See `Piggyback`: there is nothing to compare."""

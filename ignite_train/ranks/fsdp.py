@@ -18,6 +18,7 @@ from ignite_train.internals.of_torch import version_of
 from ignite_train.model.gradients import Gradients
 from ignite_train.ranks import collectives
 from ignite_train.ranks.data_ranks import DataRanks
+from ignite_train.ranks.digest_words import differ, differ_on_device, digest_words, with_squares
 from ignite_train.ranks.mesh import MeshCrossing
 from ignite_train.ranks.messages import Piggyback
 from ignite_train.ranks.placeholders import Placeholders
@@ -109,9 +110,6 @@ class SameParameters(Piggyback):
 
     FSDP2 reduces those gradients of a group of parameters that there are on each rank, end to end. Where a rank has used other
     parameters than the rest, of the same shapes, it adds up gradients of different parameters without an error.
-
-    What travels are the two halves of a checksum and their squares: over W ranks, (Σw)² = W·Σw² holds if and only if all w are
-    equal.
     """
 
     payload_size = 4
@@ -132,17 +130,15 @@ class SameParameters(Piggyback):
         parameters = gradients.parameters()
         present = [id(one) in ids for ids in used for one in parameters] or [one.grad is not None for one in parameters]
         if present != self._present:
-            checksum = zlib.crc32(bytes(present))
-            words = checksum >> 16, checksum & 0xFFFF
-            self._present, self._words = present, [float(word) for word in (*words, *(word * word for word in words))]
+            self._present, self._words = present, with_squares(digest_words(zlib.crc32(bytes(present)), 2))
 
     def payload(self) -> Sequence[float]:
-        """The halves of the checksum of this rank, and their squares."""
+        """A checksum of this rank's; see `ignite_train.ranks.digest_words`."""
         return self._words
 
     def vetoes(self, sums: Tensor) -> Tensor:
         """See `Piggyback`: whether the ranks differ."""
-        return (sums[:2].square() != collectives.world_size() * sums[2:]).any()
+        return differ_on_device(sums, collectives.world_size())
 
     def on_reduced(self, sums: list[float]) -> None:
         """Compares.
@@ -150,9 +146,7 @@ class SameParameters(Piggyback):
         Raises:
             UnlikeParametersError: some ranks have gradients of other parameters than the rest.
         """
-        words, squares = map(int, sums[:2]), map(int, sums[2:])
-        num_ranks = collectives.world_size()
-        if all(word * word == num_ranks * square for word, square in zip(words, squares, strict=True)):
+        if not differ(sums, collectives.world_size()):
             return
         of_ranks = collectives.gather_objects(self._present)
         parameters = [] if self._gradients is None else self._gradients.parameters()
@@ -160,9 +154,6 @@ class SameParameters(Piggyback):
             if len({*on_rank}) > 1 and self._gradients is not None:
                 have = tuple(rank for rank, has_one in enumerate(on_rank) if has_one)
                 raise UnlikeParametersError(self._gradients.name(parameter), have)
-
-    def settle(self) -> None:
-        """Nothing is left to compare after an update."""
 
 
 def check_sharding(root: nn.Module) -> None:

@@ -61,7 +61,8 @@ class Piggyback(Protocol):
         return sums.new_zeros((), dtype=torch.bool)
 
     def settle(self) -> None:
-        """Compares numbers that no update has sent to the other ranks yet, if there are any. Collective."""
+        """Compares numbers that no update has sent to the other ranks yet. Collective; by default there are none."""
+        return
 
 
 class Outgoing(NamedTuple):

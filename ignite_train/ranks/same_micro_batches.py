@@ -12,20 +12,23 @@ from torch import Tensor
 from ignite_train.errors import UnlikeMicroBatchesError
 from ignite_train.internals.of_torch import pytree
 from ignite_train.ranks.data_ranks import DataRanks
+from ignite_train.ranks.digest_words import differ, differ_on_device, digest_words, with_squares
 from ignite_train.ranks.messages import Piggyback
 
 __all__ = ["SameMicroBatches", "digest_of"]
 
 _MOST = 1024  # elements of a tensor that are looked at
+_WORDS = 2  # of a digest
+_NUMBERS = 2 * _WORDS  # that travel of it
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 class SameMicroBatches(Piggyback):
     """Compares the micro-batches of an update within each group of ranks that is fed the same ones, before the step.
 
-    What travels is, in the place of each group, a digest of 24 bits and its square: over n ranks, (Σw)² = n·Σw² holds if and
-    only if all w are equal. It is made of how many micro-batches there are, of their structure, shapes and dtypes, and of up
-    to 1024 elements of each tensor that lies on the host. So nothing waits for a device.
+    What travels is, in the place of each group, a digest; see `ignite_train.ranks.digest_words`. It is made of how many
+    micro-batches there are, of their structure, shapes and dtypes, and of up to 1024 elements of each tensor that lies on the
+    host. So nothing waits for a device.
 
     Args:
         ranks: the groups.
@@ -33,7 +36,7 @@ class SameMicroBatches(Piggyback):
 
     def __init__(self, ranks: DataRanks) -> None:
         self._groups, self._own = ranks.groups, ranks.rank
-        self.payload_size = 2 * len(ranks.groups)
+        self.payload_size = _NUMBERS * len(ranks.groups)
         self._group: Sequence[Any] = ()
 
     def look(self, group: Sequence[Any]) -> None:
@@ -41,16 +44,15 @@ class SameMicroBatches(Piggyback):
         self._group = group
 
     def payload(self) -> Sequence[float]:
-        """The digest and its square, in the place of this rank's group."""
+        """The digest, in the place of this rank's group."""
         digest, self._group = digest_of([*self._group]), ()
-        words = [0.0] * self.payload_size
-        words[2 * self._own : 2 * self._own + 2] = float(digest), float(digest * digest)
-        return words
+        numbers = [0.0] * self.payload_size
+        numbers[_NUMBERS * self._own : _NUMBERS * (self._own + 1)] = with_squares(digest_words(digest, _WORDS))
+        return numbers
 
     def vetoes(self, sums: Tensor) -> Tensor:
         """See `Piggyback`: whether some group was not fed the same."""
-        sizes = sums.new_tensor([len(group) for group in self._groups])
-        return (sums[0::2].square() != sizes * sums[1::2]).any()
+        return differ_on_device(sums.view(-1, _NUMBERS), len(self._groups[0]))
 
     def on_reduced(self, sums: list[float]) -> None:
         """Compares.
@@ -59,21 +61,17 @@ class SameMicroBatches(Piggyback):
             UnlikeMicroBatchesError: the ranks of a group were fed different micro-batches.
         """
         for number, group in enumerate(self._groups):
-            word, square = int(sums[2 * number]), int(sums[2 * number + 1])
-            if word * word != len(group) * square:
+            if differ(sums[_NUMBERS * number : _NUMBERS * (number + 1)], len(group)):
                 raise UnlikeMicroBatchesError(group)
-
-    def settle(self) -> None:
-        """Nothing is left to compare after an update."""
 
 
 def digest_of(group: Sequence[Any]) -> int:
-    """24 bits of the micro-batches of a group; the same for the same ones, in any process."""
+    """32 bits of the micro-batches of a group; the same for the same ones, in any process."""
     leaves, structure = pytree.tree_flatten([*group])
     checksum = zlib.crc32(f"{len(group)} {structure}".encode())
     for leaf in leaves:
         checksum = _of_leaf(leaf, checksum)
-    return checksum & 0xFFFFFF
+    return checksum
 
 
 def _of_leaf(leaf: Any, checksum: int) -> int:

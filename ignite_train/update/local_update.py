@@ -62,9 +62,6 @@ class _OwnDecision(Piggyback):
         self.grad_norm = math.sqrt(squares / stepping) if stepping else math.inf if not_finite else math.nan
         self.clip_coefficient = coefficients / stepping if stepping else 1.0
 
-    def settle(self) -> None:
-        """Nothing is left to compare after an update."""
-
 
 @dataclass(kw_only=True)
 class LocalUpdate(Update):
