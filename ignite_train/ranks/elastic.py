@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ignite_train.model.gradients import Gradients
@@ -17,7 +16,7 @@ from ignite_train.ranks.members import Members
 from ignite_train.ranks.mesh import join_parts, split_parts
 from ignite_train.ranks.messages import Outgoing
 from ignite_train.ranks.placeholders import Placeholders
-from ignite_train.ranks.replicas import buckets, unflatten
+from ignite_train.ranks.replicas import buckets
 from ignite_train.ranks.statistics import Statistics
 
 __all__ = ["ElasticCrossing", "ElasticShardsCrossing"]
@@ -52,17 +51,13 @@ class ElasticCrossing(Crossing):
         if self.members.size == 1:
             statistics.pack(*outgoing, alone=True)
             return gradients.norm()
-        cut = [tuple(bucket) for bucket in buckets(_trainable(gradients), gradient_dtype)]
-        here = [parameter.grad is not None for parameter in chain(*cut)]
-        vector = statistics.pack(*outgoing, beside=len(here))
+        cut = _cut(gradients)
+        flats = [join_parts(bucket) for bucket in cut]
+        vector = statistics.pack(*outgoing, beside=sum(map(len, cut)))
         assert vector is not None  # noqa: S101  # there are several members
-        message = torch.cat([vector, torch.tensor(here, dtype=vector.dtype, device=vector.device)])
-        flats = [_flatten(bucket) for bucket in cut]
-        self.members.sum([message, *flats])
-        vector.copy_(message[: len(vector)])
-        exists = iter((message[len(vector) :] > 0).tolist())  # sync
+        self.members.sum([vector, *flats])
         for bucket, flat in zip(cut, flats, strict=True):
-            unflatten(bucket, flat, exists)
+            split_parts(bucket, flat)
         return gradients.norm()
 
 
@@ -95,7 +90,7 @@ class ElasticShardsCrossing(FSDPCrossing):
         """
         self.members.confirm()
         statistics.ranks = _AllRanksOfAll(self.members)
-        cut = [*buckets(_trainable(gradients), gradient_dtype)]
+        cut = _cut(gradients)
         self.complete(gradients)
         self.compare_parameters(gradients)  # within the replica, since one without samples has no gradients
         flats = [join_parts(bucket) for bucket in cut]
@@ -124,16 +119,9 @@ class _AllRanksOfAll:
         return [*chain(*self._members.gather_objects(collectives.gather_objects(value)))]
 
 
-def _trainable(gradients: Gradients) -> list[nn.Parameter]:
-    """The parameters whose gradients cross. What one has that is frozen within the update is of this replica alone."""
+def _cut(gradients: Gradients) -> list[list[nn.Parameter]]:
+    """The parameters whose gradients cross, in buckets. The gradient of one that is frozen within the update is dropped."""
     for parameter in gradients.parameters():
         if not parameter.requires_grad:
             parameter.grad = None
-    return [parameter for parameter in gradients.parameters() if parameter.requires_grad]
-
-
-def _flatten(parameters: tuple[nn.Parameter, ...]) -> Tensor:
-    """The gradients end to end; zeros for those that are missing."""
-    return torch.cat(
-        [(torch.zeros_like(p, dtype=gradient_dtype(p)) if p.grad is None else p.grad).reshape(-1) for p in parameters]
-    )
+    return buckets((parameter for parameter in gradients.parameters() if parameter.requires_grad), gradient_dtype)

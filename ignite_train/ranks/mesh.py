@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ignite_train.model.gradients import Gradients, may_trust_norm
-from ignite_train.model.memory_layout import gradient_dtype
+from ignite_train.model.memory_layout import as_gradient_of, gradient_dtype
 from ignite_train.ranks import collectives
 from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.data_ranks import DataRanks
@@ -54,7 +54,6 @@ class MeshCrossing(Crossing):
         self.data_ranks = data_ranks
         self._placeholders = placeholders
         self._same_micro_batches = SameMicroBatches(data_ranks) if len(data_ranks.groups[0]) > 1 else None
-        self._missing: dict[int, tuple[str, ...]] = {}  # by the id of a parameter's mesh, 0 for none
         self._plan: list[tuple[tuple[str, ...], list[nn.Parameter]]] = []
         self._planned: list[tuple[nn.Parameter, torch.dtype]] = []
         if data_ranks.mesh is not None:
@@ -122,13 +121,10 @@ class MeshCrossing(Crossing):
     def _make_plan(self, parameters: Sequence[nn.Parameter]) -> None:
         """Which parameters are summed here, over which dimensions."""
         mesh, plan = self.data_ranks.mesh, dict[tuple[str, ...], list[nn.Parameter]]()
-        for parameter in parameters if mesh is not None else ():
-            assert mesh is not None  # noqa: S101
-            key = id(parameter.device_mesh) if isinstance(parameter, DTensor) else 0
-            if key not in self._missing:
-                self._missing[key] = missing_dims(parameter, mesh, self.data_ranks.dims)
-            if self._missing[key]:
-                plan.setdefault(self._missing[key], []).append(parameter)
+        if mesh is not None:
+            for parameter in parameters:
+                if missing := missing_dims(parameter, mesh, self.data_ranks.dims):
+                    plan.setdefault(missing, []).append(parameter)
         self._plan = [(dims, bucket) for dims, mine in plan.items() for bucket in buckets(mine, gradient_dtype)]
 
     def _sum(self, dims: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
@@ -174,10 +170,10 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor:
 
 def _with_local(parameter: nn.Parameter, values: Tensor) -> Tensor:
     """A gradient of `parameter`, of which these are this rank's numbers in the order of their indices."""
+    if not isinstance(parameter, DTensor):
+        return as_gradient_of(values, parameter)
     own = _local(parameter.detach())
     values = torch.empty_like(own, dtype=values.dtype).copy_(values.view(own.shape))
-    if not isinstance(parameter, DTensor):
-        return values
     mesh, placements = parameter.device_mesh, parameter.placements
     gradient: Tensor = DTensor.from_local(
         values, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()

@@ -27,7 +27,7 @@ from ignite_train.ranks.sparse_rows import SparseRows
 from ignite_train.ranks.statistics import Statistics
 from ignite_train.ranks.unlike_ranks import Description, described_parameters, refuse_unlike_ranks
 
-__all__ = ["LocalCrossing", "ReplicasCrossing", "SmallReplicasCrossing", "buckets", "mean_over_ranks", "unflatten"]
+__all__ = ["LocalCrossing", "ReplicasCrossing", "SmallReplicasCrossing", "buckets", "mean_over_ranks"]
 
 T = TypeVar("T", bound=Tensor)
 
@@ -80,10 +80,10 @@ class ReplicasCrossing(Crossing):
         vector.copy_(sums)
 
         exists = iter(here if all(here) else (flags > 0).tolist())  # sync, only if one is missing on this rank
-        unflatten(self._tail, summed_tail.to(tail.dtype), exists)
+        _unflatten(self._tail, summed_tail.to(tail.dtype), exists)
         for bucket, flat, work in under_way:
             work.wait()
-            unflatten(bucket, flat, exists)
+            _unflatten(bucket, flat, exists)
         if self._sparse is not None:
             self._sparse.add_over_ranks(announced_by_all)
         return gradients.norm()
@@ -284,7 +284,7 @@ def _flatten(parameters: tuple[nn.Parameter, ...]) -> Tensor:
     )
 
 
-def unflatten(parameters: tuple[nn.Parameter, ...], flat: Tensor, present: Iterator[bool]) -> None:
+def _unflatten(parameters: tuple[nn.Parameter, ...], flat: Tensor, present: Iterator[bool]) -> None:
     """Gives each parameter its part of `flat` for a gradient, with the strides of the parameter, unless no rank has one."""
     parts = torch.split(flat, [p.numel() for p in parameters])
     for parameter, part in zip(parameters, parts, strict=True):
