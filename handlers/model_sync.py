@@ -11,6 +11,7 @@ from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.internals.of_torch import RunningNorm
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.ranks import collectives
+from ignite_train.ranks.replicas import mean_over_ranks
 from ignite_train.trainer import Trainer
 
 __all__ = ["ModelSync"]
@@ -76,12 +77,8 @@ class ModelSync(Handler):
 def _average(statistics: list[tuple[Tensor, Tensor]]) -> None:
     """Puts means and variances over all ranks in the place of each rank's: var = E[var + mean²] - E[mean]²."""
     with torch.no_grad():
-        wide = [(mean.double(), var.double()) for mean, var in statistics]
-        sums = torch.cat([part for mean, var in wide for part in (mean, var + mean.square())])
-        collectives.sum_over_ranks(sums)
-        sizes = [len(mean) for mean, _ in wide for _ in range(2)]
-        parts = iter(torch.split(sums / collectives.world_size(), sizes))
-        for mean, var in statistics:
-            mean_of_all, second_moment = next(parts), next(parts)
+        moments = [(mean.double(), var.double() + mean.double().square()) for mean, var in statistics]
+        mean_over_ranks([moment for pair in moments for moment in pair])
+        for (mean, var), (mean_of_all, second_moment) in zip(statistics, moments, strict=True):
             mean.copy_(mean_of_all)
             var.copy_((second_moment - mean_of_all.square()).clamp_min(0))
