@@ -115,7 +115,6 @@ class HangWatch(Handler):
         standstill = self.timeout_seconds if alone else self.standstill_seconds
         timeouts = self.timeout_seconds, self.first_timeout_seconds, standstill
         self._watch = _Watch(trainer, self._evaluator, *timeouts, self.heartbeat)
-        self._watch.is_elastic = trainer.replicas.are_elastic
 
     def _finish(self) -> None:
         if self._watch is not None:
@@ -187,12 +186,7 @@ class _Watch:
     """Two threads for one run: one exchanges reports through the store, and may get stuck in it; the other decides.
 
     Their clock stands still while the process is suspended: otherwise it would find all others silent when it wakes up.
-
-    Attributes:
-        is_elastic: whether replicas come and go.
     """
-
-    is_elastic = False
 
     def __init__(
         self,
@@ -298,7 +292,7 @@ class _Watch:
         own = self._reports[self._rank]
         limit = self._first_timeout if own is None or own.update <= self._first_update else self._timeout
         patience = self._patience_with_silence(own, limit)
-        if self.is_elastic and own is not None and "(members.py:" in own.where:
+        if self._trainer.replicas.are_elastic and own is not None and "(members.py:" in own.where:
             return ""  # it waits for other replicas, and how long it does has a limit of its own
         messages = self._messages
         if messages is None:

@@ -459,11 +459,8 @@ class Members:
             Members._in_run.close_copies()
             Members._in_run = None
 
-    def lose(self) -> None:
-        """Gives the process group up, so that the members that wait for this one notice it at once."""
-        self._drop()
-
     def _drop(self) -> None:
+        """Gives the process group up, so that the members that wait for this one notice it at once."""
         group, self._group, self._key, self._is_settled = self._group, None, "", False
         if group is not None:
             group.abort(errored=False)
@@ -495,9 +492,9 @@ class _LosingMembers:
         if error is not None and not is_lost:
             return
         if is_lost:  # now, so that the members that wait for this rank notice it at once
-            self._members.lose()
+            self._members._drop()
         if collectives.any_rank(is_lost):
-            self._members.lose()
+            self._members._drop()
             reason = "by another rank of this replica" if error is None else _one_line(error)
             raise MembersChangedError(f"a replica was lost: {reason}") from error
 

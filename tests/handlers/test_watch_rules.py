@@ -37,7 +37,8 @@ def watch_of(reports: list[Any], waited: float) -> Any:
     """The judging part of a watch: all ranks have stood where they are for so many seconds."""
     watch: Any = object.__new__(hang_watch._Watch)
     watch._reports, watch._clock, watch._arrived = reports, 100.0, [100.0 - waited] * len(reports)
-    watch._heartbeat, watch._trainer = hang_watch._Heartbeat(None), SimpleNamespace(is_elastic=False)
+    watch._heartbeat = hang_watch._Heartbeat(None)
+    watch._trainer = SimpleNamespace(replicas=SimpleNamespace(are_elastic=False))
     return watch
 
 
@@ -84,7 +85,8 @@ def test_a_replica_that_waits_for_others_does_not_hang(is_elastic: bool, where: 
     watch = watch_of([report((where, True))], 0.0)
     watch._rank, watch._timeout, watch._first_timeout, watch._first_update = 0, LIMIT, LIMIT, 2
     watch._interval, watch._standstill, watch._messages = 1.0, LIMIT, None
-    watch._heard, watch._moved, watch._answered, watch.is_elastic = [100.0], 100.0 - LIMIT - 1, 100.0, is_elastic
+    watch._heard, watch._moved, watch._answered = [100.0], 100.0 - LIMIT - 1, 100.0
+    watch._trainer.replicas.are_elastic = is_elastic
 
     assert watch._find_hang()[: len("no rank has moved for more than")] == expected
 
@@ -448,7 +450,7 @@ def test_a_look_at_a_thread_leaves_the_garbage_collector_as_it_is(collects: bool
 def test_a_watch_begins_with_patience(monkeypatch: pytest.MonkeyPatch, timeout: float, interval: float) -> None:
     """The first update has its own limit; a report comes about once a second, and eight times within the timeout."""
     monkeypatch.setattr(hang_watch.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
-    trainer: Any = SimpleNamespace(state=SimpleNamespace(iteration=3), is_elastic=False)
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(iteration=3), replicas=SimpleNamespace(are_elastic=False))
     watch: Any = hang_watch._Watch(trainer, None, timeout, 3 * timeout)
     found, waits = [], []
     for update in (4, 5):
