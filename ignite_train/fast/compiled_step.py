@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from ignite_train.fast.direct_step import unknown_option
 from ignite_train.internals.of_torch import (
     backward_hooks_of,
     late_hooks_of,
@@ -27,12 +28,6 @@ from ignite_train.model.optimizers import is_torchs, is_wrapped_by_scheduler
 
 __all__ = ["CompiledStep", "StepPlan", "StepTensors", "computed_once", "stepped"]
 
-_EVERYWHERE = {"lr", "weight_decay", "maximize", "foreach", "differentiable", "fused"}
-_KNOWN = {  # the options that each of them has in torch 2.13; one that is not here might change what a step is
-    SGD: _EVERYWHERE | {"momentum", "dampening", "nesterov"},
-    Adam: _EVERYWHERE | {"betas", "eps", "amsgrad", "capturable", "decoupled_weight_decay"},
-}
-_KNOWN[AdamW] = _KNOWN[Adam]
 _SWITCHES_OF_SGD = ("maximize", "momentum", "nesterov", "weight_decay")
 _SWITCHES_OF_ADAM = ("amsgrad", "decoupled_weight_decay", "maximize", "weight_decay")
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -127,10 +122,10 @@ class CompiledStep:
     def why_never(self) -> str | None:
         """Why no graph can make the steps of this optimizer."""
         optimizer, kind = self._optimizer, type(self._optimizer)
-        if kind not in _KNOWN or not is_torchs(kind.step):
+        if kind not in (SGD, Adam, AdamW) or not is_torchs(kind.step):
             return f"the step of {kind.__name__} is not known here as a formula, as those of SGD, Adam and AdamW are"
-        if unknown := sorted(optimizer.defaults.keys() - _KNOWN[kind]):
-            return f"the optimizer has the option {unknown[0]!r}, which is not known here"
+        if (unknown := unknown_option(optimizer)) is not None:
+            return unknown
         for parameter in self._names:
             if type(parameter) is not nn.Parameter:
                 return f"a parameter is a {type(parameter).__name__}"

@@ -26,7 +26,7 @@ from ignite_train.model.memory_layout import pairs_with
 from ignite_train.model.optimizers import is_torchs
 from ignite_train.model.step_watch import StepWatch
 
-__all__ = ["DirectStep", "is_direct_right"]
+__all__ = ["DirectStep", "is_direct_right", "unknown_option"]
 
 _DEVICES, _DTYPES = ("cpu", "cuda"), (torch.float32, torch.bfloat16, torch.float16)
 _EVERYWHERE = {"lr", "weight_decay", "maximize", "foreach", "differentiable", "fused"}
@@ -94,8 +94,8 @@ class DirectStep:
             self._never = "the step of its class is not torch's"
         elif not all(hasattr(owner, name) for owner, name in _PRIVATE):
             self._never = "this torch does not have the functions that are known here"
-        elif unknown := sorted(optimizer.defaults.keys() - _KNOWN[kind]):
-            self._never = f"it has the option {unknown[0]!r}, which is not known here"
+        else:
+            self._never = unknown_option(optimizer)
         self._seen = 0  # the number of the look at which the obstacle was found
         self._obstacle: str | None = None
         self._on_cuda = False
@@ -152,6 +152,12 @@ class DirectStep:
         if is_direct_right(kind, switched, first.dtype, first.device, decoupled=decoupled):  # type: ignore[arg-type]
             return None
         return "a trial step has shown that torch does something else"
+
+
+def unknown_option(optimizer: Optimizer) -> str | None:
+    """The reason against a step of this folder's in place of the optimizer's, if that has an option which is not known here."""
+    unknown = sorted(optimizer.defaults.keys() - _KNOWN[type(optimizer)])
+    return f"the optimizer has the option {unknown[0]!r}, which is not known here" if unknown else None
 
 
 # --- what each kernel is given ----------------------------------------------------------------------------------------------

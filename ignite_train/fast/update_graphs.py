@@ -107,7 +107,6 @@ class UpdateGraphs:
         self._max_grad_norm, self._normalize, self._scales_loss = rules.max_grad_norm, rules.normalize, rules.scales_loss
         self._settings, self.draw = settings, False
         self._adds_in_place = not _are_cuda_graphs(settings, next(model.parameters()).device)
-        self._draws_of_torch = False  # the latest graph that was tried
         self._whole, self._first = self._compiled(UpdateGraphs._trace_whole), self._compiled(UpdateGraphs._trace_first)
         self._further, self._last = self._compiled(UpdateGraphs._trace_further), self._compiled(UpdateGraphs._trace_last)
 
@@ -160,6 +159,7 @@ class UpdateGraphs:
         if returned is None:
             self._try(graph, micro_batch, numbers, before, *tensors)
             returned = graph.compile(*arguments)
+            self.draw = self.draw or graph.draws
         return returned
 
     def _try(self, graph: _Graph, micro_batch: Any, numbers: Tensor, before: Gathered | None, *tensors: Any) -> None:
@@ -171,7 +171,6 @@ class UpdateGraphs:
         scale, numbers = numbers[0], self._numbers_of_trial(numbers)
         given = () if not tensors else (tensors[0], self._uncounted(tensors[1]))
         trial = GraphTrial(self._forward_state, micro_batch, self._stepped(*tensors[:1]))
-        self._draws_of_torch = False
         with trial:
             copied = before and before.unscaled(scale)
             returned = graph.compile(micro_batch, numbers, *(copied or ()), *given)
@@ -182,7 +181,7 @@ class UpdateGraphs:
             trial.note([] if given else returned[0] if left is None else left.gradients)
             if trial.draws_of_its_own():
                 raise CannotCompileError(_OWN_DRAWS)
-        if self._draws_of_torch:  # it draws others than code that is not compiled
+        if graph.draws_of_torch:  # it draws others than code that is not compiled
             return
         with trial:
             gathered = self._run_plainly(micro_batch, numbers, before and before.unscaled(scale), given)
@@ -251,12 +250,7 @@ class UpdateGraphs:
 
     def _compiled(self, traced: Callable[..., Any]) -> _Graph:
         """A method, with code of its own."""
-        return _Graph(
-            MethodType(_with_own_code(traced), self), self._settings, next(self._model.parameters()).device, self._note_draw
-        )
-
-    def _note_draw(self, *, of_torch: bool) -> None:
-        self.draw, self._draws_of_torch = True, of_torch
+        return _Graph(MethodType(_with_own_code(traced), self), self._settings, next(self._model.parameters()).device)
 
     # --- what is traced: Python runs here while torch compiles, and not in an update ------------------------------------------
 
@@ -469,23 +463,20 @@ class _Graph:
         function: a method to compile; it calls `_refuse_to_run` first.
         settings: arguments of `torch.compile`.
         device: that of the model.
-        on_draw: called if a call that compiles it draws random numbers, with `of_torch`, whether torch's generators do.
+
+    Attributes:
+        draws: whether a call that compiles it has drawn random numbers.
+        draws_of_torch: whether the latest such call has drawn from torch's generators.
     """
 
-    def __init__(
-        self,
-        function: MethodType,
-        settings: Mapping[str, Any],
-        device: torch.device,
-        on_draw: Callable[..., None],
-    ) -> None:
+    def __init__(self, function: MethodType, settings: Mapping[str, Any], device: torch.device) -> None:
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
         self._settings = settings
         self._function, self._compiled = function, torch.compile(function, **_arguments(settings, on_cpu=device.type == "cpu"))
         self._set_lookup: Callable[[Any], Any] | None = vars(torch._C._dynamo.eval_frame).get("set_eval_frame")
         self._refusals = (TorchDynamoException, FailOnRecompileLimitHit)
-        self._target, self._on_draw, self._is_new = device, on_draw, True
+        self._target, self._is_new, self.draws, self.draws_of_torch = device, True, False, False
 
     def look_up(self, *arguments: Any) -> Any:
         """Calls what was compiled for such arguments. Gives None where nothing was, and then nothing has run."""
@@ -516,8 +507,7 @@ class _Graph:
         except self._refusals as error:
             raise CannotCompileError(_reason(error)) from error
         self._is_new = False
-        if random_state.has_moved():
-            self._on_draw(of_torch=random_state.torch_has_moved())
+        self.draws, self.draws_of_torch = self.draws or random_state.has_moved(), random_state.torch_has_moved()
         return returned
 
 

@@ -435,7 +435,7 @@ def test_an_option_of_a_later_torch():
         optimizer.defaults["cautious"] = True
         return optimizer
 
-    assert made(make).direct() == "it has the option 'cautious', which is not known here"
+    assert made(make).direct() == "the optimizer has the option 'cautious', which is not known here"
 
 
 def test_a_torch_without_a_kernel(monkeypatch):
