@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -109,10 +110,10 @@ class _AllRanksOfAll:
     def __init__(self, members: Members) -> None:
         self._members, self.size = members, members.size * collectives.world_size()
 
-    def start_sum(self, vector: Tensor) -> None:
-        """See `Ranks`; nothing is left to wait for."""
-        collectives.sum_over_ranks(vector)
-        self._members.sum([vector])
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """See `Ranks`."""
+        collectives.sum_over_ranks(*tensors)
+        self._members.sum(tensors)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """See `Ranks`."""

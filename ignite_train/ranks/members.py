@@ -261,10 +261,6 @@ class Members:
             for work in [self._group.allreduce([tensor], options) for tensor in tensors]:
                 work.wait()
 
-    def start_sum(self, vector: Tensor) -> None:
-        """As `sum`, of one tensor; nothing is left to wait for."""
-        self.sum([vector])
-
     def gather_objects(self, value: Any) -> list[Any]:
         """`value` of each member, by rank: plain values. Collective.
 

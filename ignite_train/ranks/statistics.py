@@ -100,8 +100,8 @@ class Ranks(Protocol):
 
     size: int
 
-    def start_sum(self, vector: Tensor) -> collectives.StartedSum | None:
-        """Starts to sum `vector` over them, in place. None: nothing to wait for."""
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Sums each tensor over them, in place."""
 
     def gather_objects(self, value: Any) -> list[Any]:
         """`value` of each of them."""
@@ -113,9 +113,9 @@ class _AllRanks:
     def __init__(self) -> None:
         self.size = collectives.world_size()  # asked once: to ask costs as much as to pack
 
-    def start_sum(self, vector: Tensor) -> collectives.StartedSum:
+    def sum(self, tensors: Sequence[Tensor]) -> None:
         """See `Ranks`."""
-        return collectives.start_sum(vector)
+        collectives.sum_over_ranks(*tensors)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """See `Ranks`."""
@@ -229,10 +229,10 @@ class Statistics:
         return self._vector
 
     def start(self, requests: RankRequests, piggybacks: Sequence[Piggyback] = (), norm_squared: float | Tensor = 0.0) -> None:
-        """Packs and starts the reduction, to overlap what follows. Collective."""
+        """Packs and starts the reduction over the process group, to overlap what follows. Collective."""
         vector = self.pack(requests, piggybacks, norm_squared)
         if vector is not None:
-            self._work = self.ranks.start_sum(vector)
+            self._work = collectives.start_sum(vector)
 
     def reduced(self, norm: float | Tensor | None) -> Reduced | None:
         """The numbers for a decision on the device; None where the host has the numbers, or the device has no float64.
@@ -391,7 +391,7 @@ class Statistics:
         self._names = tuple(sorted({name for names in known for name in names}))
         self._has_weights = any(name.endswith(_WEIGHT) for name in self._names)
         self._vector = self._as_vector()
-        self._work = self.ranks.start_sum(self._vector)
+        self.ranks.sum([self._vector])
         self.send(None)
 
     def _number(self, value: float | Tensor) -> float | Tensor:
