@@ -16,7 +16,9 @@ from torch import Tensor
 
 __all__ = [
     "AMOUNT",
+    "ANYTHING",
     "COUNT",
+    "COUNTS",
     "FLAG",
     "MAPPING",
     "NUMBER",
@@ -27,7 +29,6 @@ __all__ = [
     "Field",
     "check_fields",
     "check_same_model",
-    "check_state_dict",
     "describe",
     "did_you_mean",
     "directory_of",
@@ -66,7 +67,11 @@ def _are_texts(values: Iterable[Any]) -> bool:
     return all(isinstance(value, str) for value in values)
 
 
+ANYTHING = Field("anything", lambda _: True)
 COUNT = Field("an integer of at least 0", lambda value: type(value) is int and 0 <= value < _MAX_COUNT)
+COUNTS = Field(
+    "integers of at least 0 by name", lambda value: isinstance(value, Mapping) and all(map(COUNT.accepts, value.values()))
+)
 NUMBER = Field("a number", _is_number)
 AMOUNT = Field("a number of at least 0", lambda value: _is_number(value) and value >= 0)
 FLAG = Field("True or False", lambda value: isinstance(value, bool))
@@ -91,29 +96,16 @@ def check_fields(owner: str, state_dict: Any, fields: Mapping[str, Field]) -> No
         TypeError: `state_dict` is not a mapping.
         ValueError: a key is missing, or a value is of another kind.
     """
-    check_state_dict(owner, state_dict, fields, ())
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be what {owner}.state_dict() gave, got {describe(state_dict)}")
+    missing = [key for key in fields if key not in state_dict]
+    if missing:
+        raise ValueError(f"state_dict must have the keys of {owner}.state_dict(), got one without {', '.join(missing)}")
     for key, field in fields.items():
         if not field.accepts(state_dict[key]):
             raise ValueError(
                 f"state_dict[{key!r}] must be {field.what}, got {state_dict[key]!r:.60}; it is not that of {owner}"
             )
-
-
-def check_state_dict(owner: str, state_dict: Any, keys: Iterable[str], counters: Iterable[str]) -> None:
-    """Checks that `state_dict` has all `keys`, and that those in `counters` are integers of at least 0.
-
-    Raises:
-        TypeError: `state_dict` is not a mapping.
-        ValueError: a key is missing, or a counter is not an integer of at least 0.
-    """
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict must be what {owner}.state_dict() gave, got {describe(state_dict)}")
-    missing = [key for key in keys if key not in state_dict]
-    if missing:
-        raise ValueError(f"state_dict must have the keys of {owner}.state_dict(), got one without {', '.join(missing)}")
-    for key in counters:
-        if isinstance(state_dict[key], bool) or not isinstance(state_dict[key], int) or state_dict[key] < 0:
-            raise ValueError(f"state_dict[{key!r}] must be an integer of at least 0, got {state_dict[key]!r:.60}")
 
 
 def check_same_model(saved: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:

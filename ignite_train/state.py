@@ -13,7 +13,7 @@ import torch
 from ignite.engine import CallableEventWithFilter, State
 from torch import Tensor
 
-from ignite_train.arguments import check_state_dict, describe
+from ignite_train.arguments import MAPPING, SEQUENCE, check_fields, describe
 from ignite_train.events import EVENT_COUNTERS
 from ignite_train.forward import TERM, ForwardOutput
 from ignite_train.internals.of_torch import pytree
@@ -173,10 +173,10 @@ class Carried(UserDict[Any, Any]):
         Raises:
             ValueError: `state_dict` did not give them.
         """
-        check_state_dict("Carried", state_dict, ("values", "devices"), ())
-        values, devices = state_dict["values"], state_dict["devices"]
+        check_fields("Carried", state_dict, {"values": MAPPING, "devices": SEQUENCE})
+        values, devices = dict(state_dict["values"]), state_dict["devices"]
         num_tensors = sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(values))
-        if not isinstance(values, dict) or not isinstance(devices, list) or len(devices) != num_tensors:
+        if len(devices) != num_tensors:
             raise ValueError(f"state_dict must be what Carried.state_dict() gave, got {describe(state_dict)}")
         accelerator, kinds = torch.accelerator.current_accelerator(), iter(devices)
 

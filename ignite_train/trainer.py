@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ignite_train.arguments import check_state_dict, describe, positive_int
+from ignite_train.arguments import ANYTHING, COUNT, check_fields, describe, positive_int
 from ignite_train.data.grouping import MicroBatchGrouping
 from ignite_train.data.run_data import RunData, known_size
 from ignite_train.engine.dispatch import Attachable, Stateful, add_counters
@@ -656,9 +656,9 @@ class Trainer(Loop):
             converted = from_ignite_state(state_dict, self.config.get("accumulation_steps", 1))
             fresh = {"update": self.process.state_dict(), "carried": carried.state_dict(), "end_of_epoch": []}
             state_dict = {**state_dict, **converted, **fresh}
-        counters = (*_COUNTERS, "epochs_completed", "epoch_iteration")
-        own = (*counters, *_LIMITS, "ended", "update", "carried", "end_of_epoch")
-        check_state_dict("Trainer", state_dict, [*own, *self.state_dict_user_keys], counters)
+        counters = dict.fromkeys((*_COUNTERS, "epochs_completed", "epoch_iteration"), COUNT)
+        others = (*_LIMITS, "ended", "update", "carried", "end_of_epoch", *self.state_dict_user_keys)
+        check_fields("Trainer", state_dict, counters | dict.fromkeys(others, ANYTHING))
         for key in (key for key in ("max_epochs", "max_iters") if state_dict[key] is not None):
             positive_int(f"state_dict[{key!r}]", state_dict[key])
         carried.load_state_dict(state_dict["carried"])

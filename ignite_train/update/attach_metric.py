@@ -9,7 +9,7 @@ from typing import Any
 from ignite.engine import Engine, Events
 from ignite.metrics import Metric
 
-from ignite_train.arguments import check_state_dict, describe
+from ignite_train.arguments import MAPPING, SEQUENCE, check_fields, describe
 from ignite_train.engine.dispatch import stateful_handlers
 from ignite_train.evaluation.uneven_metrics import metrics_published_at, uneven_metrics
 from ignite_train.events import TrainEvents
@@ -134,7 +134,7 @@ class _MetricOfTraining:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes it over, if as many ranks have counted it."""
         parts = stateful_handlers(self._engine)
-        check_state_dict(f"attach_metric(..., {self._name!r})", state_dict, (*parts, _SEEN), ())
+        check_fields(f"attach_metric(..., {self._name!r})", state_dict, {**dict.fromkeys(parts, MAPPING), _SEEN: SEQUENCE})
         seen = state_dict[_SEEN]
         is_of_these_ranks = len(seen) == collectives.world_size()
         self._num_seen = round(seen[collectives.rank()]) if is_of_these_ranks else 0

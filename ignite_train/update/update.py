@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ignite_train.arguments import check_state_dict, describe
+from ignite_train.arguments import COUNTS, check_fields, describe
 from ignite_train.events import TrainEvents
 from ignite_train.forward import Forward
 from ignite_train.model.forward_state import ForwardState
@@ -293,8 +293,8 @@ class Update:
         """
         if not isinstance(state_dict, Mapping) or not {"loss_scaling", "in_a_row"} <= state_dict.keys():
             raise ValueError(f"state_dict['update'] must have the keys loss_scaling and in_a_row, got {describe(state_dict)}")
+        check_fields("Trainer", state_dict, {"in_a_row": COUNTS})
         counts = state_dict["in_a_row"]
-        check_state_dict("Trainer", counts, (), counts)
         scaling, mine = self.loss_scaling, type(self.loss_scaling).__name__
         # There is nothing where the run that wrote it had no loss scaling.
         if scaling.enabled and (saved := state_dict["loss_scaling"]) != {}:

@@ -370,7 +370,7 @@ def test_a_state_of_something_else_is_refused(wrong: Any) -> None:
     """Nothing is taken over then."""
     journal = Journal()
     before = journal.state()
-    with pytest.raises((TypeError, ValueError), match=r"must be what|must have the keys"):
+    with pytest.raises((TypeError, ValueError), match=r"must be what|must have the keys|must be a mapping"):
         journal.trainer.load_state_dict({**journal.trainer.state_dict(), "carried": wrong})
     assert journal.state() == before
 
