@@ -74,49 +74,47 @@ class Profiler(Handler):
             raise ValueError(f"options must not have {own.pop()!r}, which follows from updates and directory")
         self.directory, self.updates, self.ranks = path_of("directory", directory), updates, tuple(ranks)
         self.warm_up = 0 if warm_up == 0 else positive_int("warm_up", warm_up)
+        self._window = range(max(updates.start - self.warm_up, 1), updates.stop)  # the updates in which the profiler runs
         self.traces: list[Path] = []
         self._options = options
         self._profile: torch.profiler.profile | None = None  # while it runs
-        self._next: int | None = None  # the update whose range is still to be opened
+        self._ranges_before: Callable[[str], Callable[[], None]] | None = None  # of a StepTimer, say
         self._close_range: Callable[[], None] | None = None  # of the update
-        self._first = self._latest = 0  # of the updates that are recorded
+        self._first = self._latest = 0  # the first update to record, and the latest one that is over
 
     def attach(self, trainer: Trainer) -> RemovableEventHandle | None:
         """Profiles the updates of `trainer`, on the chosen ranks. All ranks may call it."""
         if collectives.rank() not in self.ranks:
             return None
         self._sections = trainer.sections
-        trainer.on_enter.append(self._begin)
+        trainer.on_enter.append(self)
         trainer.on_exit.append(self._stop)
         return trainer.append_event_handler(Events.ITERATION_COMPLETED, self)
 
     def __call__(self, trainer: Trainer) -> None:
-        """Begins or ends the profile where it is due, after all else that happens in the update."""
+        """Begins or ends the profile where it is due, between two updates."""
         update = trainer.state.iteration
         if self._profile is not None:
             self._step(update)
-        elif update + 1 == self.updates.start - self.warm_up:
+        elif update + 1 in self._window:
             self._start(update)
 
     # --- one profile ------------------------------------------------------------------------------------------------------
 
-    def _begin(self, trainer: Trainer) -> None:
-        """Starts where a run begins with an update of the profile, or of its warm-up."""
-        update = trainer.state.iteration
-        if update + 1 in range(max(self.updates.start - self.warm_up, 1), self.updates.stop):
-            self._start(update)
-
     def _start(self, update: int) -> None:
         """Starts the profiler between `update` and the next."""
-        self._first = max(self.updates.start, update + 1)
-        schedule = _schedule(self._first - update - 1)
-        self._profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write, **self._options)
-        self._profile.record_steps = False  # they are counted from 0; an update has a range of its own
-        with warnings.catch_warnings():  # torch 2.11 warns of a second cycle at each start, and here is one
+        self._first, self._latest = max(self.updates.start, update + 1), update
+        warm_up, number = self._first - update - 1, len(range(self._first, self.updates.stop))
+        with warnings.catch_warnings():
+            # Torch 2.11 warns of a second cycle at each start, and here is one.
             warnings.filterwarnings("ignore", category=UserWarning, module="torch.profiler")
+            warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # as was asked for
+            schedule = torch.profiler.schedule(wait=0, warmup=warm_up, active=number, repeat=1)
+            self._profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write, **self._options)
+            self._profile.record_steps = False  # they are counted from 0; an update has a range of its own
             self._profile.start()
-        self._sections.listeners.append(self._open_range)
-        self._expect(update + 1)
+        self._ranges_before = self._sections.open_range
+        self._sections.set_ranges(self._open_range)
 
     def _step(self, update: int) -> None:
         self._latest = update
@@ -126,32 +124,28 @@ class Profiler(Handler):
         assert self._profile is not None  # noqa: S101  # it runs
         self._end_ranges()
         self._profile.step()
-        self._expect(update + 1)
+        self._sections.set_ranges(self._open_range)
 
     def _stop(self) -> None:
         """Ends the profile, which writes its trace unless it has recorded nothing yet."""
         if self._profile is None:
             return
         self._end_ranges()
-        self._sections.listeners = [listener for listener in self._sections.listeners if listener != self._open_range]
         profile, self._profile = self._profile, None
         profile.stop()
 
-    def _expect(self, update: int) -> None:
-        """Has the next section that begins open the range of `update`."""
-        self._next = update
-        self._sections.set_ranges(RANGES["record_function"])
-
-    def _open_range(self, _before: str | None, section: str | None) -> None:
-        if self._next is not None and section in ("data", "forward"):
-            self._close_range, self._next = RANGES["record_function"](f"update {self._next}"), None
+    def _open_range(self, section: str) -> Callable[[], None]:
+        """Opens the range of a section, and around the first one of an update that of the update."""
+        if self._close_range is None and section in ("data", "forward"):
+            self._close_range = RANGES["record_function"](f"update {self._latest + 1}")
+        return RANGES["record_function"](section)
 
     def _end_ranges(self) -> None:
         """Ends the range of the section, and the range of the update around it."""
-        self._sections.set_ranges(None)
+        self._sections.set_ranges(self._ranges_before)
         if self._close_range is not None:
             self._close_range()
-        self._close_range = self._next = None
+        self._close_range = None
 
     def _write(self, profile: torch.profiler.profile) -> None:
         updates = f"updates-{self._first}-to-{max(self._latest, self._first)}"
@@ -165,15 +159,3 @@ class Profiler(Handler):
             _logger.warning(f"the trace {path} could not be written ({error})")
             return
         self.traces.append(path)
-
-
-def _schedule(first: int) -> Callable[[int], torch.profiler.ProfilerAction]:
-    """Records from the update `first` on, counted from the start of the profiler, until it is stopped.
-
-    Torch's own schedule warns if it has no warm-up.
-    """
-
-    def action(number: int) -> torch.profiler.ProfilerAction:
-        return torch.profiler.ProfilerAction.WARMUP if number < first else torch.profiler.ProfilerAction.RECORD
-
-    return action

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import ignite.distributed as idist
@@ -440,13 +441,15 @@ def test_a_section_has_a_name_of_its_own() -> None:
         pass
 
 
-def test_a_profiler_may_be_attached_too() -> None:
+@pytest.mark.parametrize("updates", [range(2, 4), range(100, 101)], ids=["in the run", "not in the run"])
+def test_a_profiler_may_be_attached_too(tmp_path: Path, updates: range) -> None:
     """The ranges of one do not end those of the other."""
     timer, trainer = StepTimer(ranges="record_function"), make()
     timer.attach(trainer)
-    Profiler("unused", updates=range(100, 101)).attach(trainer)
+    before = trainer.sections.open_range
+    Profiler(tmp_path, updates=updates).attach(trainer)
     trainer.run(DATA, max_epochs=1)
-    assert trainer.sections.open_range is not None
+    assert trainer.sections.open_range is before is not None
 
 
 def test_a_range_that_is_open_is_closed_with_the_profile() -> None:
