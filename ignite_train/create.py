@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from ignite_train.arguments import describe, did_you_mean, one_of, real_number, settings_of
+from ignite_train.arguments import describe, did_you_mean, one_of, real_number, settings_of, whole_number
 from ignite_train.data.dealing import ElasticDealing
 from ignite_train.data.grouping import AccumulationSteps, MicroBatchGrouping
 from ignite_train.device.to_device import transfer_to
@@ -150,7 +150,7 @@ def create_trainer(
         >>> state.iteration, state.update_output.sample_size  # three updates of two micro-batches
         (3, 8.0)
     """
-    options = _checked_options(options)
+    options, seed = _checked_options(options), None if seed is None else whole_number("seed", seed)
     _check_model(model)
     optimizers, state = _checked_optimizers(model, optimizer, options), TrainState()
     _check_transform(output_transform)
@@ -177,7 +177,7 @@ def create_trainer(
         transfer=transfer_to(device),
         precision=Precision(precision, device),
         loss_scaling=_loss_scaling(loss_scaling, precision),
-        seeding=_seeding(seed, device, crossing.data_ranks.rank),
+        seeding=None if seed is None else Seeding(seed, device, crossing.data_ranks.rank),
         guard=HandlerGuard(gradients, optimizers, keeps_graph=options.create_graph),
         state=state,
         options=options,
@@ -543,16 +543,6 @@ def _description(
     seeded = {} if seed is None else {"seed": seed}
     scaled = {"loss_scaling": {"class": type(scaling).__name__, **settings_of(scaling)}} if scaling.enabled else {}
     return described | seeded | scaled
-
-
-def _seeding(seed: Any, device: torch.device, data_rank: int) -> Seeding | None:
-    if seed is None:
-        return None
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed must be an integer, or None, got {describe(seed)}")
-    if seed < 0:
-        raise ValueError(f"seed must be at least 0, got {seed}")
-    return Seeding(seed, device, data_rank)
 
 
 def _recovery(

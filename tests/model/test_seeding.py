@@ -429,9 +429,10 @@ def test_the_page_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
-    "text": ("7", TypeError, r"seed must be an integer, or None, got '7' of type str"),
-    "bool": (True, TypeError, r"seed must be an integer, or None, got True of type bool"),
+    "text": ("7", TypeError, r"seed must be a number, got '7' of type str"),
+    "bool": (True, TypeError, r"seed must be a number, got True of type bool"),
     "negative": (-1, ValueError, r"seed must be at least 0, got -1"),
+    "fraction": (0.5, ValueError, r"seed must be a whole number, got 0.5"),
 }
 
 
