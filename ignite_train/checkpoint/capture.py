@@ -20,7 +20,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
-from threading import get_ident
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -45,7 +44,7 @@ from ignite_train.model.random_state import capture_random_state, restore_random
 from ignite_train.model.tensor_digests import content_digest, tensor_digests
 from ignite_train.ranks import collectives
 from ignite_train.ranks.root_mesh import is_first_holder
-from ignite_train.ranks.whereabouts import COLLECTOR, PAUSING
+from ignite_train.ranks.whereabouts import COLLECTOR, PAUSED
 from ignite_train.trainer import Trainer
 
 __all__ = ["HeldState", "capture", "own_piece", "paused_collection", "plain_config", "run_config", "versions"]
@@ -111,21 +110,22 @@ def _capture(run: SavedRun, generators: dict[str, Any]) -> Contents:
 
 @contextmanager
 def paused_collection() -> Iterator[None]:
-    """A `with` in which Python collects no garbage on its own, for what makes many objects that all live on.
+    """A `with` in which Python collects no garbage on its own, in this process and not in those that are forked meanwhile.
 
-    A state of a thousand tensors takes so many that Python would look through all of its memory, in every second save.
+    It is for what makes many objects that all live on. A state of a thousand tensors takes so many that Python would look
+    through all of its memory, in every second save.
     """
     with COLLECTOR:
         collects = gc.isenabled()
         if collects:
-            PAUSING.add(get_ident())
+            PAUSED.set()
             gc.disable()
     try:
         yield
     finally:
         if collects:
             with COLLECTOR:
-                PAUSING.discard(get_ident())
+                PAUSED.clear()
                 gc.enable()
 
 

@@ -13,18 +13,18 @@ from typing import NamedTuple
 
 from ignite_train.internals.of_distributed import DDP_FORWARD
 
-__all__ = ["COLLECTOR", "PAUSING", "Whereabouts", "find_whereabouts"]
+__all__ = ["COLLECTOR", "PAUSED", "Whereabouts", "find_whereabouts"]
 
 COLLECTOR = threading.Lock()
 """Held by what switches Python's garbage collector on: a thread that reads frames has switched it off, and needs it off."""
-PAUSING: set[int] = set()
-"""The threads that have switched it off for a moment without holding the lock, and that will switch it on again."""
+PAUSED = threading.Event()
+"""Set, by the holder of the lock, where the collector is off for longer than the lock is held, in this process alone."""
 
 
 def _after_fork() -> None:
-    """In the new process, which has none of the other threads: it would keep the lock held, or the collector off."""
-    if PAUSING - {threading.get_ident()}:
-        PAUSING.clear()
+    """In the new process, where nothing else would release the lock or, in a worker of a loader, end the pause."""
+    if PAUSED.is_set():
+        PAUSED.clear()
         gc.enable()
     COLLECTOR.release()
 

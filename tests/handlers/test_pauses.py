@@ -12,6 +12,7 @@ import ignite.distributed as idist
 import pytest
 import torch
 from ignite.engine import Events
+from torch.utils.data import DataLoader, Dataset
 
 import cuts
 from ignite_train import Trainer, TrainEvents, UpdateOptions, create_trainer
@@ -81,6 +82,31 @@ def test_it_collects_at_the_chosen_updates_only(enabled: bool, fails: bool, coll
         assert fails
     assert gc.isenabled() == enabled
     assert during == [(False, count) for count in (1, 2, 0, 1, 2, 0)]
+
+
+class Collecting(Dataset[torch.Tensor]):
+    """Samples of 1 where the process that loads them collects its garbage, and of 0 where it does not."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((3,), float(gc.isenabled()))
+
+
+def test_workers_that_are_forked_in_a_run_collect_on_their_own(collecting: None) -> None:
+    """No handler does it there, and what they hold would grow."""
+    model, seen = torch.nn.Linear(3, 1), list[float]()
+
+    def forward(model: torch.nn.Module, micro_batch: torch.Tensor) -> torch.Tensor:
+        seen.append(float(micro_batch.mean()))
+        return torch.as_tensor(model(micro_batch).square().mean())
+
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), forward)
+    GarbageCollection().attach(trainer)
+    gc.enable()
+    trainer.run(DataLoader(Collecting(), batch_size=2, num_workers=1, multiprocessing_context="fork"))
+    assert seen == [1.0, 1.0]
 
 
 # --- pauses of Python's collector ---
