@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -54,7 +53,6 @@ class RecordingHandler(Handler):
         self.tags: list[str] = []
         self.written: int | None = None
         self.begin: int | None = None
-        self._trainer: weakref.ref[Trainer] | None = None  # so that the trainer's memory is free once nothing else holds it
         self._failures = 0
         self.left_out: set[str] = set()
         self._held: dict[str, dict[str, float]] = {}  # of evaluations before the run, by tag
@@ -76,9 +74,8 @@ class RecordingHandler(Handler):
         if evaluator is not None:
             self.tags.append(tag)
             evaluator.add_event_handler(Events.COMPLETED, self._write_evaluation, trainer, tag)
-        if self._trainer is not None and self._trainer() is trainer:
+        if trainer.has_event_handler(self._write_rest, Events.COMPLETED):
             return None
-        self._trainer = weakref.ref(trainer)
         trainer.prepend_event_handler(Events.STARTED, self._note_begin)
         trainer.add_event_handler(Events.COMPLETED, self._write_rest)
         trainer.on_exit.append(self.finish)
