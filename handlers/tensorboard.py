@@ -188,14 +188,11 @@ class TensorBoard(RecordingHandler):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         update, values = trainer.state.iteration, [value for summary in summaries for value in summary.value]
-        if not values:
-            return
-        try:
-            whole = Summary(value=values)
-            self._begin_update(trainer, update).add(whole, update)
-            self._others.append(whole.SerializeToString())
-        except OSError as error:
-            self.fail(update, error)
+        if values:
+            with self.writing(trainer):
+                whole = Summary(value=values)
+                self._begin_update(trainer, update).add(whole, update)
+                self._others.append(whole.SerializeToString())
 
     def _begin_update(self, trainer: Trainer, update: int) -> EventFile:
         file = self._open(trainer, update) if self._file is None else self._file
@@ -247,7 +244,8 @@ class TensorBoard(RecordingHandler):
         super()._write_evaluation(evaluator, trainer, tag)
         if not self._has_layout and self._file is not None:
             names = single_metrics(evaluator.state.metrics, self.left_out)
-            self._lay_out(self._file, [*names], trainer.state.iteration)
+            with self.writing(trainer):
+                self._lay_out(self._file, [*names], trainer.state.iteration)
 
     # --- what is written once ---------------------------------------------------------------------------------------------
 
@@ -272,12 +270,8 @@ class TensorBoard(RecordingHandler):
         for name in names:
             tags = [grouped_metric(name), *(f"{tag}/{name}" for tag in self.tags)]
             charts[name] = ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]]
-        try:
-            summary = custom_scalars({"training and evaluation": charts})  # type: ignore[no-untyped-call]
-            file.add(summary, update)
-            self._has_layout = True
-        except OSError as error:
-            self.fail(update, error)
+        file.add(custom_scalars({"training and evaluation": charts}), update)  # type: ignore[no-untyped-call]
+        self._has_layout = True
 
     # --- histograms and samples -------------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -95,16 +96,20 @@ class RecordingHandler(Handler):
         """The name under which a metric of the trainer is written."""
         return grouped_metric(name)
 
-    def fail(self, update: int, error: Exception) -> None:
-        """Raises `error`, or warns of it the 1st, 2nd, 4th, 8th, ... time."""
-        self.recover()
-        if self.on_error == "raise":
-            raise error
-        self._failures += 1
-        if self._failures & (self._failures - 1) == 0:
-            what = f"{self.what_is_written} of update {update} could not be written"
-            kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-            _logger.warning(f"{what} ({kind}{error}); failures so far: {self._failures}")
+    @contextmanager
+    def writing(self, trainer: Trainer) -> Iterator[None]:
+        """A `with` that writes: an error in it is raised, or warned of the 1st, 2nd, 4th, 8th, ... time."""
+        try:
+            yield
+        except Exception as error:  # also what a format cannot say
+            self.recover()
+            if self.on_error == "raise":
+                raise
+            self._failures += 1
+            if self._failures & (self._failures - 1) == 0:
+                what = f"{self.what_is_written} of update {trainer.state.iteration} could not be written"
+                kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+                _logger.warning(f"{what} ({kind}{error}); failures so far: {self._failures}")
 
     def is_open(self) -> bool:
         """Whether this process writes already."""
@@ -138,12 +143,9 @@ class RecordingHandler(Handler):
         Raises:
             Exception: they cannot be written, and `on_error` is `"raise"`.
         """
-        if not numbers:
-            return
-        try:
-            self.record(trainer, numbers)
-        except Exception as error:  # also what a format cannot say
-            self.fail(trainer.state.iteration, error)
+        if numbers:
+            with self.writing(trainer):
+                self.record(trainer, numbers)
 
     def _note_begin(self, trainer: Trainer) -> None:
         if not self.is_open():
