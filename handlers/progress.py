@@ -80,9 +80,8 @@ class ProgressLog(Handler):
         self._shown = _Shown(unit)
         self._beside: dict[str, weakref.ref[Trainer]] = {}  # other trainers of the same loop
         self._bar: Any = None
-        self._advances: RemovableEventHandle | None = None  # the handler that moves the bar, where there is one
         self._evaluation_bar: Any = None
-        self._redirected = ExitStack()
+        self._with_bar = ExitStack()
         self._begin, self._steps_before, self._has_ended, self._is_introduced = 0, 0, False, False
         self._started = self._refreshed = 0.0
         self._left_out: set[str] = set()
@@ -172,12 +171,12 @@ class ProgressLog(Handler):
         if state.iteration and self._is_introduced and self.style != "json":
             _print(f"continues after update {state.iteration}")
         if self.style == "bar" or (self.style == "auto" and _has_bars()):
-            self._redirected.enter_context(logging_redirect_tqdm())
+            self._with_bar.enter_context(logging_redirect_tqdm())
             epoch = f"epoch {_of(state.epoch + (not trainer.progress.epoch_open), state.max_epochs)}"
             place = {"initial": state.iteration, "desc": epoch, "bar_format": _BAR_WITHOUT_TOTAL}
             self._bar = _make_bar(unit="update", delay=_REFRESH_SECONDS, **place)
             # Behind what publishes metrics, and before handlers that may end the run.
-            self._advances = trainer.add_evaluation_handler(Events.ITERATION_COMPLETED, self._advance)
+            self._with_bar.enter_context(trainer.add_evaluation_handler(Events.ITERATION_COMPLETED, self._advance))
 
     def _introduce(self, trainer: Trainer) -> None:
         """Says in a few lines what runs, when the first run of this process starts."""
@@ -239,10 +238,7 @@ class ProgressLog(Handler):
             self._bar.delay = 0  # or else it is not cleared where tqdm has not drawn it by itself
             self._bar.close()
             self._bar = None
-        if self._advances is not None:
-            self._advances.remove()
-            self._advances = None
-        self._redirected.close()
+        self._with_bar.close()
 
     def _close_evaluation(self, *, widget: bool = False) -> None:
         if self._evaluation_bar is not None and (widget or not _are_widgets()):
