@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ignite_train.checkpoint.tree import dtype_name
 from ignite_train.engine.dispatch import Attachable, Stateful
 from ignite_train.internals.of_torch import buffers_of
+from ignite_train.model.averaged_tensors import plain_name
 from ignite_train.model.memory_layout import own_memory
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
@@ -78,22 +79,22 @@ class SavedModule:
 
     def state_dict(self) -> dict[str, Any]:
         """The module's."""
-        return {_plain(name): value for name, value in self.module.state_dict().items()}
+        return {plain_name(name): value for name, value in self.module.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Hands it to the module."""
         with _writable_buffers(self.module):
-            self.module.load_state_dict({name: state_dict[_plain(name)] for name in self.module.state_dict()})
+            self.module.load_state_dict({name: state_dict[plain_name(name)] for name in self.module.state_dict()})
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers in the state."""
         saved = self.module.state_dict()
-        return ((_plain(name), buffer) for name, buffer in self.module.named_buffers() if name in saved)
+        return ((plain_name(name), buffer) for name, buffer in self.module.named_buffers() if name in saved)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters; one that has several names is given once for each of them."""
         for name, value in self.module.named_parameters(remove_duplicate=False):
-            yield _plain(name), value
+            yield plain_name(name), value
 
 
 @runtime_checkable
@@ -291,11 +292,6 @@ class RunObjects:
             for key, parameter in module.parameters():
                 names.setdefault(id(parameter), []).append(prefix + key)
         return names
-
-
-def _plain(name: str) -> str:
-    """The name of a parameter without what `torch.compile` and activation checkpointing add to it."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +15,8 @@ from ignite_train.internals.of_torch import RunningNorm, foreach_lerp_
 
 __all__ = ["averaged_statistics", "averaged_tensors", "local_tensors", "move_towards", "names_of_tensors", "plain_name"]
 
-
-def plain_name(name: str) -> str:
-    """The name of a parameter, buffer or module without the words that `torch.compile` adds to it."""
-    return name.replace("_orig_mod.", "")
+plain_name: Callable[[str], str] = partial(re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.").sub, "")
+"""The name of a parameter, buffer or module without what `torch.compile` and activation checkpointing add to it."""
 
 
 def averaged_tensors(model: nn.Module) -> dict[str, Tensor]:

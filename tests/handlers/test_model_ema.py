@@ -12,6 +12,7 @@ import pytest
 import torch
 from ignite.engine import Events
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -288,6 +289,21 @@ def test_exported_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(CheckpointError, match="entry must be an object of"):
         consolidate(path, file, entry="ema")
     assert "the handlers/ModelEMA of" in capsys.readouterr().out
+
+
+def test_exported_without_the_names_of_activation_checkpointing(tmp_path: Path) -> None:
+    """Each weight stands there once, as the average and not as the weight, under the name that a plain model has."""
+    model = net()
+    model.last = checkpoint_wrapper(model.last)  # type: ignore[no-untyped-call]
+    trainer, ema = make(model), ModelEMA(0.9)
+    ema.attach(trainer)
+    Checkpoint(tmp_path / "run").attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    consolidate(tmp_path / "run", tmp_path / "ema.pt", entry="ModelEMA")
+    found = torch.load(tmp_path / "ema.pt")
+    net().load_state_dict(found)
+    assert bit_by_bit(found["last.weight"]) == bit_by_bit(ema.state_dict()["model"]["last.weight"])
+    assert not torch.equal(found["last.weight"], model.last.weight)
 
 
 # --- several ranks ---
