@@ -165,17 +165,18 @@ class CheckpointDirectory:
         Raises:
             OSError: the directory cannot be read.
         """
-        known, self._manifests = {} if afresh else self._manifests, {}
-        failed: list[UnusableCheckpoint] = []
+        known = {} if afresh else self._manifests
+        found, failed = dict[str, Manifest](), list[UnusableCheckpoint]()
         names = self.disk.names(self.path) if self.exists() else []
         self._frozen_names = [name for name in names if is_frozen_name(name)]
         for name in names:
             if is_checkpoint_name(name):
                 try:
-                    self._manifests[name] = known[name] if name in known else read_manifest(self.path / name)
+                    found[name] = known[name] if name in known else read_manifest(self.path / name)
                 except (DamagedCheckpointError, UnreadableCheckpointError, CheckpointFormatError) as error:
                     failed.append(error)
-        return sorted(self._manifests.items(), key=lambda entry: entry[1].serial), failed
+        self._manifests = found  # now, since the thread that removes old checkpoints may scan at the same time
+        return sorted(found.items(), key=lambda entry: entry[1].serial), failed
 
     def set_aside_before(self) -> list[str]:
         """The damaged checkpoints that were renamed by an earlier start."""

@@ -779,6 +779,26 @@ def test_a_manifest_is_read_once(tmp_path, build, micro_batches, monkeypatch):
     assert newest_update(tmp_path) == 5
 
 
+def test_a_look_beside_another_finds_all_checkpoints(tmp_path, monkeypatch):
+    """The run may look for its best while the thread looks for old ones: neither sees what the other has found so far."""
+    for number in (1, 2, 3):
+        save(tmp_path, number, last=9)
+    place, disk = CheckpointDirectory(tmp_path, QuickDisk()), QuickDisk()
+    read_manifest = ignite_train.checkpoint.directory.read_manifest
+
+    def read_beside_another(path: Path) -> Any:
+        if path.name == "update-00000002":  # the other one has just begun
+            disk.names = fault(errno.EIO)  # type: ignore[assignment]
+            place.disk, here = disk, place.disk
+            with pytest.raises(OSError, match="Input/output"):
+                place.scan()
+            place.disk = here
+        return read_manifest(path)
+
+    monkeypatch.setattr(ignite_train.checkpoint.directory, "read_manifest", read_beside_another)
+    assert [name for name, _ in place.scan()[0]] == [f"update-{number:08d}" for number in (1, 2, 3)]
+
+
 # --- before the first batch ---
 
 
