@@ -106,8 +106,7 @@ class CheckpointWriter:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # what the thread does, in order; None ends it
         self._thread: threading.Thread | None = None
         self._process = os.getpid()  # which started it; a forked one does not have it
-        self._is_pending = False  # a save that the run has not waited for
-        self._durable = threading.Event()  # that save is, or has failed
+        self._durable: threading.Event | None = None  # whether the save that the run has not waited for is, or has failed
         self._place = "disk"  # or "mirror": what it is being written to, or has failed at
         self._error: BaseException | None = None
 
@@ -151,7 +150,7 @@ class CheckpointWriter:
             return
         work, self._work = self._work, SimpleQueue()
         work.put(None)
-        if self._is_pending and not self._durable.is_set():
+        if self._durable is not None and not self._durable.is_set():
             return  # `abandon` has waited for it
         thread.join(patience_seconds)
         if thread.is_alive():
@@ -229,8 +228,8 @@ class CheckpointWriter:
             thread = threading.Thread(target=target, name=_THREAD, daemon=True)
             thread.start()
             self._thread = thread
-        self._is_pending, self._durable = True, threading.Event()
-        write = partial(self._write, contents, manifest, self._durable)
+        self._durable = durable = threading.Event()
+        write = partial(self._write, contents, manifest, durable)
         if self._is_held:
             self._work.put(write)
         else:
@@ -247,10 +246,10 @@ class CheckpointWriter:
         Raises:
             CheckpointError: the latest save failed, on all ranks alike.
         """
-        if not self._is_pending or self._process != os.getpid():
+        if self._durable is None or self._process != os.getpid():
             return
         self._durable.wait()
-        self._is_pending, error, self._error = False, self._error, None
+        self._durable, error, self._error = None, self._error, None
         if error is None:
             self._failures = 0
         else:
@@ -277,7 +276,7 @@ class CheckpointWriter:
 
     def abandon(self, patience_seconds: float) -> None:
         """After an exception: waits for a save that is still being written; its failure is only logged."""
-        if not self._is_pending or self._process != os.getpid():
+        if self._durable is None or self._process != os.getpid():
             return
         if not self._durable.wait(patience_seconds):
             why = f"the {self._place} is slow, or other ranks do not answer"

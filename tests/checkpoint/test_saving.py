@@ -140,7 +140,7 @@ def test_asynchronous_saves_are_not_torn(tmp_path):
         writer.save(contents(training.state_dict(), "run"), manifest(number))
         training.step()
         gate.moved.set()
-        while not writer._durable.is_set():
+        while writer._durable is not None and not writer._durable.is_set():
             training.step()
         writer.wait()
         assert loaded(writer.latest) == before
