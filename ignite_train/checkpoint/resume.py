@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from ignite_train.arguments import did_you_mean, path_of
 from ignite_train.checkpoint.capture import run_config, versions
 from ignite_train.checkpoint.directory import CheckpointDirectory, refuse_unreadable, together
-from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.fits import config_changes
 from ignite_train.checkpoint.manifest import MANIFEST, Manifest, one_line, printable
 from ignite_train.checkpoint.reader import CheckpointReader
@@ -77,8 +76,8 @@ class Resumption:
         if not names:
             self._refuse_half_restored()
             return None
-        disk = self._writer.disk if root == self._writer.directory.path else None
-        state, manifest, path = read_agreed(root, names, disk, lambda reader: RunState(reader, self._run))
+        own = self._writer.directory if root == self._writer.directory.path else None
+        state, manifest, path = read_agreed(root, names, own, lambda reader: RunState(reader, self._run))
         retention = self._writer.retention
         if retention.metric is not None and manifest.scored_by is not None:
             refuse_other_mode(retention.metric, "min" if retention.lower_is_better else "max", *manifest.scored_by)
@@ -193,7 +192,7 @@ def _refuse_new_start(found: _Found, resume: str | Path) -> None:
 
 
 def read_agreed(
-    root: Path, names: list[str], disk: Disk | None, read: Callable[[CheckpointReader], T]
+    root: Path, names: list[str], own: CheckpointDirectory | None, read: Callable[[CheckpointReader], T]
 ) -> tuple[T, Manifest, Path]:
     """Reads the first of `names` that is whole for every rank. Collective.
 
@@ -203,7 +202,7 @@ def read_agreed(
     Args:
         root: their directory.
         names: of the checkpoints, the newest first.
-        disk: renames damaged ones, so that later starts do not try them again; None leaves them.
+        own: the same directory, if it is that of the run: damaged ones are renamed, so that later starts pass them over.
         read: what each rank does with one; it must not change the run.
 
     Raises:
@@ -224,7 +223,7 @@ def read_agreed(
             _refuse_if_whole(root / name, number, reason)
         reasons.append(reason)
         if _main():
-            is_renamed = disk is not None and CheckpointDirectory(root, disk).set_aside(name)
+            is_renamed = own is not None and own.set_aside(name)
             _logger.warning(f"{reason}; {'it is renamed, and ' if is_renamed else ''}an older one is tried")
     raise CheckpointError(f"no checkpoint in {root} is whole: {'; '.join(reasons)}")
 

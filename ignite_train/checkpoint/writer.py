@@ -110,15 +110,6 @@ class CheckpointWriter:
         self._place = "disk"  # or "mirror": what it is being written to, or has failed at
         self._error: BaseException | None = None
 
-    @property
-    def disk(self) -> Disk:
-        """The file system that the directory is on."""
-        return self.directory.disk
-
-    @disk.setter
-    def disk(self, disk: Disk) -> None:
-        self.directory.disk = disk
-
     @contextmanager
     def holding(self) -> Iterator[None]:
         """Keeps other runs from writing to the directory until the end of the `with`. Collective.

@@ -118,7 +118,7 @@ def scored(
         Events.EPOCH_COMPLETED, lambda: evaluator.state.metrics.update({metric: scores[trainer.state.iteration]})
     )
     checkpoint = Checkpoint(directory, score=metric, **{"every": 10**6, "keep": 1, **options})
-    checkpoint.saver.disk = disk or checkpoint.saver.disk
+    checkpoint.saver.directory.disk = disk or checkpoint.saver.directory.disk
     checkpoint.attach(trainer, evaluator=evaluator)
 
     @trainer.on(Events.STARTED | Events.ITERATION_COMPLETED)

@@ -669,13 +669,13 @@ def test_a_directory_that_all_can_write_to_is_warned_about_before_anything_is_re
     trainer, _ = make()
     checkpoint = Checkpoint(directory)
     checkpoint.attach(trainer)
-    remove = checkpoint.saver.disk.remove_tree
+    remove = checkpoint.saver.directory.disk.remove_tree
 
     def noted(path: Path) -> None:
         warned.append("chmod o-w" in caplog.text)
         remove(path)
 
-    checkpoint.saver.disk.remove_tree = noted  # type: ignore[method-assign]
+    checkpoint.saver.directory.disk.remove_tree = noted  # type: ignore[method-assign]
     trainer.run(LOADER, max_epochs=2)
     assert warned
     assert all(warned)
@@ -987,7 +987,7 @@ def test_a_save_that_fails(on_error: str, asynchronous: bool, tmp_path: Path, ca
     trainer, _ = make()
     checkpoint = Checkpoint(tmp_path, every=1, keep=99, on_error=on_error, asynchronous=asynchronous)
     checkpoint.attach(trainer)
-    write, calls = checkpoint.saver.disk.write_file, []
+    write, calls = checkpoint.saver.directory.disk.write_file, []
 
     def full(path: Path, parts: Iterator[memoryview], size: int) -> None:
         calls.append(path.name)
@@ -995,7 +995,7 @@ def test_a_save_that_fails(on_error: str, asynchronous: bool, tmp_path: Path, ca
             raise OSError(28, "No space left on device")
         write(path, parts, size)
 
-    checkpoint.saver.disk.write_file = full  # type: ignore[method-assign]
+    checkpoint.saver.directory.disk.write_file = full  # type: ignore[method-assign]
     if on_error == "raise":
         with pytest.raises(CheckpointError, match=r"writing a checkpoint failed: rank 0, OSError: .* No space left on device"):
             trainer.run(LOADER, max_iters=4)
@@ -1402,13 +1402,13 @@ def test_the_run_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     trainer, model = make()
     checkpoint = Checkpoint(tmp_path, every=2, keep=99)
     checkpoint.attach(trainer)
-    write, gate, at_save = checkpoint.saver.disk.write_file, threading.Event(), []
+    write, gate, at_save = checkpoint.saver.directory.disk.write_file, threading.Event(), []
 
     def slow(path: Path, parts: Iterator[memoryview], size: int) -> None:
         assert gate.wait(DEADLINE_SECONDS)
         write(path, parts, size)
 
-    checkpoint.saver.disk.write_file = slow  # type: ignore[method-assign]
+    checkpoint.saver.directory.disk.write_file = slow  # type: ignore[method-assign]
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: at_save.append(model.weight.detach().clone()))
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), gate.set)  # an update later, which the run has got to
     trainer.run(LOADER, max_iters=3)

@@ -614,7 +614,7 @@ def test_a_run_that_warns_trains_on_and_saves_again(tmp_path, build, micro_batch
         if name == "create" and next(numbers) == 4:  # one for the trial at the start, and three files each
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    saver.saver.disk = Faulty(0, second_save_fails, lasting=True)
+    saver.saver.directory.disk = Faulty(0, second_save_fails, lasting=True)
     setup.trainer.run(micro_batches, max_epochs=1)
     warnings = [entry.message for entry in caplog.records if "No space left" in entry.message]
 
@@ -639,7 +639,7 @@ def test_a_run_that_raises_ends_at_the_next_save_or_at_the_end(tmp_path, build, 
         if name == "create" and next(files) >= {2: 1, 5: 7}[failing]:  # one for the trial at the start, and three files each
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    saver.saver.disk = Faulty(0, full, lasting=True)
+    saver.saver.directory.disk = Faulty(0, full, lasting=True)
     with pytest.raises(CheckpointError, match=r"rank 0, OSError: \[Errno 28\] No space left on device"):
         setup.trainer.run(micro_batches, max_epochs=1)
 
@@ -662,7 +662,7 @@ def test_a_run_whose_saves_all_fail_ends(tmp_path, build, micro_batches, caplog,
 
     def decide() -> None:
         await_thread(saver)
-        saver.saver.disk = QuickDisk() if next(works) else Faulty(0, fault(errno.ENOSPC), lasting=True)
+        saver.saver.directory.disk = QuickDisk() if next(works) else Faulty(0, fault(errno.ENOSPC), lasting=True)
 
     setup.trainer.append_event_handler(Events.ITERATION_STARTED, decide)
     with pytest.raises(
@@ -683,7 +683,7 @@ def test_a_run_whose_last_state_is_not_on_the_disk_fails(tmp_path, build, micro_
 
     def fill_up() -> None:
         await_thread(saver)
-        saver.saver.disk = full
+        saver.saver.directory.disk = full
 
     setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), fill_up)
     with pytest.raises(CheckpointError, match="the run is over, and its last state is not on the disk"):
@@ -732,7 +732,7 @@ def test_what_cannot_be_removed_is_warned_about_once(tmp_path, build, micro_batc
         if name != "mine":
             (tmp_path / "mine").mkdir(exist_ok=True)
             (tmp_path / name).rename(tmp_path / "mine" / name)
-    saver.saver.disk = disk
+    saver.saver.directory.disk = disk
     saver.restore = lambda resume: None  # type: ignore[method-assign]
     setup.trainer.run(micro_batches, max_epochs=1)
 
@@ -811,7 +811,7 @@ def test_a_directory_that_no_save_could_write_to_is_found_before_the_first_updat
     setup = build()
     saver = Checkpoint(tmp_path / "new/run", every=1000, asynchronous=asynchronous)
     saver.attach(setup.trainer)
-    setattr(saver.saver.disk, operation, lambda *_: fault(errno.EROFS)(""))
+    setattr(saver.saver.directory.disk, operation, lambda *_: fault(errno.EROFS)(""))
     before = setup.contents()
     with pytest.raises(CheckpointError, match=r"rank 0, OSError: \[Errno 30\] Read-only file system"):
         setup.trainer.run(micro_batches, max_epochs=1)
@@ -826,7 +826,7 @@ def test_a_trial_waits_for_both_directories(tmp_path, build, micro_batches, name
     setup = build()
     saver = Checkpoint(tmp_path, every=1000)
     saver.attach(setup.trainer)
-    saver.saver.disk = disk = QuickDisk()
+    saver.saver.directory.disk = disk = QuickDisk()
 
     def fails(path: Path) -> None:
         if (path == tmp_path) == names_a_checkpoint:
@@ -849,10 +849,11 @@ def test_a_run_that_warns_says_before_the_first_update_what_cannot_be_written(tm
         if name != "names":
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    saver.saver.disk = Faulty(0, read_only, lasting=True)
+    saver.saver.directory.disk = Faulty(0, read_only, lasting=True)
     seen: list[str] = []
     setup.trainer.add_event_handler(
-        Events.ITERATION_STARTED(once=1), lambda: (seen.append(caplog.text), setattr(saver.saver, "disk", QuickDisk()))
+        Events.ITERATION_STARTED(once=1),
+        lambda: (seen.append(caplog.text), setattr(saver.saver.directory, "disk", QuickDisk())),
     )
     setup.trainer.run(micro_batches, max_epochs=1)
 
@@ -868,7 +869,7 @@ def test_a_trial_that_is_cut_short_leaves_nothing_that_stays(tmp_path, build, mi
         setup = build()
         saver = Checkpoint(directory)
         saver.attach(setup.trainer)
-        saver.saver.disk = disk
+        saver.saver.directory.disk = disk
         setup.trainer.add_event_handler(Events.EPOCH_STARTED, lambda: crash(""))
         setup.trainer.run(micro_batches, max_epochs=1)
 
@@ -910,7 +911,7 @@ def _ends(build: Any, directory: Path, micro_batches: Any, *, at_end: Any = None
     setup = build()
     saver = Checkpoint(directory, **options)
     saver.attach(setup.trainer)
-    saver.saver.disk = disk = disk or Counting()
+    saver.saver.directory.disk = disk = disk or Counting()
     if at_end is not None:
         setup.trainer.add_event_handler(Events.COMPLETED, at_end, setup)
     return setup, saver, disk
@@ -1084,7 +1085,7 @@ def test_what_a_trainer_saves_is_one_checkpoint_of_this_protocol(tmp_path, build
     saver = Checkpoint(tmp_path / "run", every_epochs=1)
     saver.attach(setup.trainer)
     disk = Faulty(None, ignore)
-    setup.trainer.append_event_handler(Events.STARTED, lambda: setattr(saver.saver, "disk", disk))  # after the trial
+    setup.trainer.append_event_handler(Events.STARTED, lambda: setattr(saver.saver.directory, "disk", disk))  # after the trial
     setup.trainer.run(micro_batches, max_epochs=1)
     reference = Faulty(None, ignore)
     (tmp_path / "other").mkdir()

@@ -425,7 +425,7 @@ def test_one_that_cannot_be_renamed_is_passed_over(whole, tmp_path, caplog):
     def read_only(*_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    run.checkpoint.saver.disk.rename = read_only
+    run.checkpoint.saver.directory.disk.rename = read_only
     run.checkpoint.restore("must")
 
     assert run.digest() == whole[1][OLD]

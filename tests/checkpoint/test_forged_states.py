@@ -86,7 +86,7 @@ def start(directory: Path, number: int) -> tuple[Trainer, Any]:
     JsonLines(directory / "log.jsonl").attach(trainer, every(1, Events.ITERATION_COMPLETED), evaluator=evaluator)
     ProgressLog("simple").attach(trainer, every(1, Events.ITERATION_COMPLETED))
     saver = Checkpoint(directory, asynchronous=False)
-    saver.saver.disk = QuickDisk()
+    saver.saver.directory.disk = QuickDisk()
     saver.attach(trainer)
     loader: Any = ResumableLoader(DATA, batch_size=2, shuffle=True)
     if number % 2:

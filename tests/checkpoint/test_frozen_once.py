@@ -98,8 +98,8 @@ def test_what_has_not_changed_is_neither_copied_nor_written(tmp_path: Path, monk
     """A save after the first has nothing of them in its hands."""
     trainer, saver = build(tmp_path)
     written: list[str] = []
-    create = saver.saver.disk.create
-    monkeypatch.setattr(saver.saver.disk, "create", lambda path: (written.append(path.name), create(path))[1])
+    create = saver.saver.directory.disk.create
+    monkeypatch.setattr(saver.saver.directory.disk, "create", lambda path: (written.append(path.name), create(path))[1])
     taken: list[set[str]] = []
     write = saver.saver._write
     monkeypatch.setattr(
@@ -286,7 +286,7 @@ def _changes_and_is_killed(directory: Path, number: int) -> None:
     trainer, saver = build(directory, keep=1)
     trainer.run(LOADER, max_iters=1)
     trainer.model[0].bias.data.zero_()
-    saver.saver.disk = Killed(number)
+    saver.saver.directory.disk = Killed(number)
     trainer.run(LOADER, max_iters=2)
     os._exit(0)
 

@@ -691,7 +691,7 @@ class Slow(QuickDisk):
         return super().create(path)
 
 writer = CheckpointWriter(Path(sys.argv[1]), keep(2), asynchronous=True, warns=False)
-writer.disk = Slow()
+writer.directory.disk = Slow()
 with writer.holding():
     writer.prepare()
     writer.save(contents(1, "run"), manifest(1))

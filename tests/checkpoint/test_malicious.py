@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ignite_train import CheckpointError, ForwardOutput, checkpoint, create_trainer
+from ignite_train.checkpoint.directory import CheckpointDirectory
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.manifest import checked_json, compact_json, open_regular, reading_error
 from ignite_train.checkpoint.reader import CheckpointReader
@@ -759,7 +760,7 @@ def test_a_failure_of_any_kind_is_the_answer_of_a_rank(tmp_path, error, says):
 
     path = save(tmp_path, 1)
     with pytest.raises(CheckpointError, match=f"update-00000001.* {says}"):
-        read_agreed(tmp_path, [path.name], Disk(), fail)
+        read_agreed(tmp_path, [path.name], CheckpointDirectory(tmp_path, Disk()), fail)
 
 
 # --- what goes in comes out ---

@@ -86,7 +86,9 @@ class _Victim:
 def _await_death(trainer: Trainer, checkpoint: Checkpoint, kill: Kill) -> None:
     victim: Any = _Victim(kill)
     # from the second update on: after a kill in the first save there is nothing to go on from
-    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: setattr(checkpoint.saver, "disk", HaltingDisk(victim)))
+    trainer.add_event_handler(
+        Events.ITERATION_STARTED(once=2), lambda: setattr(checkpoint.saver.directory, "disk", HaltingDisk(victim))
+    )
     trainer.add_event_handler(Events.ITERATION_STARTED, victim.before, "update")
     trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, victim.before, "backward")
 

@@ -105,7 +105,7 @@ _runs = ExitStack()
 
 def saver(directory: Path, *, warns: bool = False, asynchronous: bool = True, last: int = 2) -> CheckpointWriter:
     made = CheckpointWriter(directory, keep(last), asynchronous=asynchronous, warns=warns)
-    made.disk = QuickDisk()
+    made.directory.disk = QuickDisk()
     made.prepare()
     return made
 
@@ -132,7 +132,7 @@ def loaded(path: Path | None) -> str:
 def test_asynchronous_saves_are_not_torn(tmp_path):
     """200 saves while steps continue at full speed, the first before anything is written: what is loaded is the state then."""
     training, writer = Training(), in_a_run(saver(tmp_path))
-    writer.disk = gate = Gate()
+    writer.directory.disk = gate = Gate()
     for number in range(SAVES):
         training.step()
         before = digest(training.state_dict())
@@ -152,7 +152,7 @@ def test_asynchronous_saves_are_not_torn(tmp_path):
 def test_without_a_copy_saves_would_be_torn(tmp_path, monkeypatch):
     """The test above sees it: if the tensors were written without a copy, the state would be that of a later step."""
     training, writer = Training(), in_a_run(saver(tmp_path))
-    writer.disk = gate = Gate()
+    writer.directory.disk = gate = Gate()
     monkeypatch.setattr(Snapshot, "take", lambda self, pieces: dict(pieces))
     training.step()
     before = digest(training.state_dict())
@@ -167,7 +167,7 @@ def test_without_a_copy_saves_would_be_torn(tmp_path, monkeypatch):
 def test_a_save_waits_for_the_one_before(tmp_path):
     """The second save does not begin before the first one is on the disk; nor does it touch the copy that is being written."""
     training, writer = Training(), in_a_run(saver(tmp_path, last=5))
-    writer.disk = gate = Gate()
+    writer.directory.disk = gate = Gate()
     first = digest(training.state_dict())
     writer.save(contents(training.state_dict(), "run"), manifest(1))
     training.step()
@@ -204,11 +204,11 @@ def test_a_failure_surfaces_at_the_next_save_or_at_the_end(tmp_path, then):
     """The save that fails returns; the next call gets the error, once. Then saving continues."""
     training, writer = Training(), in_a_run(saver(tmp_path))
     again = partial(writer.save, contents(training.state_dict(), "run"), manifest(2))
-    writer.disk = Full()
+    writer.directory.disk = Full()
     writer.save(contents(training.state_dict(), "run"), manifest(1))
     with pytest.raises(CheckpointError, match=r"rank 0, OSError: \[Errno 28\] No space left on device$"):
         {"save": again, "wait": writer.wait}[then]()
-    writer.disk = QuickDisk()
+    writer.directory.disk = QuickDisk()
     writer.wait()
     again()
     writer.wait()
@@ -221,13 +221,13 @@ def test_a_failure_surfaces_at_the_next_save_or_at_the_end(tmp_path, then):
 def test_a_failure_is_a_warning_if_that_was_asked_for(tmp_path, caplog, monkeypatch):
     """`warns` makes it one line in the log; what is not an error of a save is raised in any case."""
     training, writer = Training(), in_a_run(saver(tmp_path, warns=True))
-    writer.disk = Full()
+    writer.directory.disk = Full()
     writer.save(contents(training.state_dict(), "run"), manifest(1))
     writer.wait()
     assert [entry.levelname for entry in caplog.records] == ["WARNING"]
     assert "No space left on device; training continues" in caplog.text
 
-    writer.disk.names = lambda path: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    writer.directory.disk.names = lambda path: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     writer.save(contents(training.state_dict(), "run"), manifest(2))
     writer.wait()
     assert "ZeroDivisionError" in caplog.text
@@ -313,13 +313,13 @@ def test_a_copy_lies_in_memory_as_the_tensor_does():
 def test_a_run_that_breaks_off_says_what_is_known_of_its_last_save(tmp_path, caplog):
     """That it takes long, which is not a failure; that it has failed; or no line."""
     writer = in_a_run(saver(tmp_path))
-    writer.disk = gate = Gate()
+    writer.directory.disk = gate = Gate()
     writer.save(contents(1, "run"), manifest(1))
     writer.abandon(0.01)
     gate.moved.set()
     writer.abandon(DEADLINE_SECONDS)
     writer.wait()
-    writer.disk = Full()
+    writer.directory.disk = Full()
     writer.save(contents(2, "run"), manifest(2))
     writer.abandon(DEADLINE_SECONDS)
     assert [line.partition(": ")[0] for line in caplog.messages] == [
@@ -355,7 +355,7 @@ class SlowRemoval(QuickDisk):
 def writer_removing(writer: CheckpointWriter) -> tuple[CheckpointWriter, SlowRemoval]:
     """Of which one checkpoint stays: it has saved the second, and is removing the first."""
     disk = SlowRemoval()
-    writer.disk = disk
+    writer.directory.disk = disk
     for number in (1, 2):
         writer.save(contents(number, "run"), manifest(number))
         writer.wait()
@@ -384,12 +384,12 @@ def test_a_removal_that_fails_is_a_warning(tmp_path, caplog):
     """As where the save waits for it; each next save tries again, and says it once of each."""
     writer = saver(tmp_path, last=1)
     with writer.holding():
-        writer.disk.remove_tree = lambda path: Full().create(path) and None  # type: ignore[method-assign]
+        writer.directory.disk.remove_tree = lambda path: Full().create(path) and None  # type: ignore[method-assign]
         for number in (1, 2, 3):
             writer.save(contents(number, "run"), manifest(number))
             writer.wait()
     assert [line.partition(": ")[0] for line in caplog.messages] == ["an old checkpoint could not be removed"] * 2
-    writer.disk = QuickDisk()
+    writer.directory.disk = QuickDisk()
     writer.save(contents(4, "run"), manifest(4))
     writer.wait()
     assert names(tmp_path) == ["update-00000004"]
@@ -415,8 +415,8 @@ def test_a_run_that_breaks_off_does_not_wait_for_a_removal_for_ever(tmp_path, mo
     assert ".lock.json" not in names(tmp_path)
     thread = next(thread for thread in threading.enumerate() if thread.name == "Checkpoint")
     writer.directory.tidy()  # as the next save does: it leaves alone what that thread removes
-    assert not writer.disk.released.is_set()  # type: ignore[attr-defined]
-    writer.disk.released.set()  # type: ignore[attr-defined]
+    assert not writer.directory.disk.released.is_set()  # type: ignore[attr-defined]
+    writer.directory.disk.released.set()  # type: ignore[attr-defined]
     thread.join(DEADLINE_SECONDS)
     assert names(tmp_path) == ["update-00000002"]
 
@@ -472,7 +472,7 @@ def test_a_removal_that_is_too_deep_for_python_is_a_warning(tmp_path, caplog):
         raise RecursionError("maximum recursion depth exceeded")
 
     writer = saver(tmp_path, last=1)
-    writer.disk.remove_tree = too_deep  # type: ignore[method-assign]
+    writer.directory.disk.remove_tree = too_deep  # type: ignore[method-assign]
     for number in (1, 2):
         writer.save(contents(number, "run"), manifest(number))
         writer.wait()
@@ -501,7 +501,7 @@ def test_what_a_killed_process_has_left_goes_first(tmp_path):
         saver(tmp_path).save(contents(number, "run"), manifest(number), is_last=True)
     (tmp_path / ".removed-update-00000000-left").mkdir()
     writer = saver(tmp_path, last=1)
-    writer.disk = Ordered()
+    writer.directory.disk = Ordered()
     with writer.holding():
         writer.resume_from(tmp_path / "update-00000002")
         writer.save(contents(3, "run"), manifest(3))
@@ -527,7 +527,7 @@ def test_the_end_of_a_run_waits_for_the_last_removal(tmp_path, monkeypatch):
         join(thread, timeout)
 
     writer = saver(tmp_path, last=1)
-    writer.disk = Late()
+    writer.directory.disk = Late()
     with writer.holding():
         for number in (1, 2):
             writer.save(contents(number, "run"), manifest(number))
@@ -544,7 +544,7 @@ def test_nothing_is_removed_before_the_first_save_is_done(tmp_path, resumed_from
     for number in (1, 2, 3):
         saver(tmp_path, last=9).save(contents(number, "run"), manifest(number), is_last=True)
     writer = saver(tmp_path, last=1)
-    writer.disk = Full()
+    writer.directory.disk = Full()
     with writer.holding():
         if resumed_from:
             writer.resume_from(tmp_path / resumed_from)
@@ -725,7 +725,7 @@ def test_the_thread_beside_training_gives_way(tmp_path):
     own = os.getpriority(os.PRIO_PROCESS, 0)
     for asynchronous in (True, False):
         writer = in_a_run(saver(tmp_path / str(asynchronous), asynchronous=asynchronous))
-        writer.disk = Asking()
+        writer.directory.disk = Asking()
         writer.save(contents(1, "run"), manifest(1))
         writer.wait()
     assert {*found[:3]} == {min(19, own + 15)}
@@ -815,7 +815,7 @@ def test_pruning_follows_the_rule_on_the_disk(tmp_path):
     """Ten saves, of which the last two, the best and each fourth stay; the same update again takes its own place."""
     rule = Retention(last=2, best=1, lower_is_better=False, every=4)
     writer = CheckpointWriter(tmp_path, rule, asynchronous=False, warns=False)
-    writer.disk = QuickDisk()
+    writer.directory.disk = QuickDisk()
     tell: Callable[[int], float] = {2: 9.0, 9: 1.0}.get  # type: ignore[assignment]
     for update in [*range(1, 11), 10]:
         writer.save(contents(update), manifest(update, score=tell(update)))

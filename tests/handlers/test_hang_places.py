@@ -92,7 +92,7 @@ def hang(board: Board, way: str, place: str) -> None:
 
 def hang_on_the_disk(checkpoint: Checkpoint, reach: Callable[[], None]) -> None:
     """The thread that writes the files of a checkpoint gets there."""
-    disk = checkpoint.saver.disk
+    disk = checkpoint.saver.directory.disk
     write = disk.write
 
     def hold(*arguments: Any) -> None:

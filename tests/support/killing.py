@@ -253,7 +253,7 @@ def _train(job: Job, rank: int, life: int, halt: Halt) -> None:
         ignite_train.ranks.collectives.end_process = end_together  # type: ignore[assignment]
     trainer, evaluator, checkpoint, loader, model, optimizer = build(job, rank)
     # from the first update on: the trial at the start of a run is not a save
-    trainer.append_event_handler(Events.STARTED, lambda: setattr(checkpoint.saver, "disk", HaltingDisk(halt)))
+    trainer.append_event_handler(Events.STARTED, lambda: setattr(checkpoint.saver.directory, "disk", HaltingDisk(halt)))
     trainer.add_event_handler(Events.ITERATION_STARTED, halt.before, "training")
     evaluator.add_event_handler(Events.ITERATION_STARTED, halt.before, "validation")
     history = os.open(job.directory / f"history.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
