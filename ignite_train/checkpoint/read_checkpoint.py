@@ -12,6 +12,7 @@ from ignite_train.checkpoint.directory import CheckpointDirectory
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.manifest import MANIFEST, Manifest, UnusableCheckpoint, read_manifest
 from ignite_train.checkpoint.reader import CheckpointReader
+from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.tree import TensorForm, decode
 from ignite_train.errors import CheckpointError, CheckpointFormatError, DamagedCheckpointError, UnreadableCheckpointError
 
@@ -80,11 +81,9 @@ def best(directory: str | Path) -> Found | None:
     if manifest.scored_by is None:
         raise CheckpointError(f"{newest.path} does not say whether a lower score is better; name the best checkpoint itself")
     metric, mode = manifest.scored_by
-    sign = 1.0 if mode == "min" else -1.0
-    alike = [entry for entry in scored if entry[1].scored_by is None or entry[1].scored_by[0] == metric]
-    # In the order of their first copies. Those with another score are other states, as after a rewind.
-    latest_copies = {(entry[1].update, entry[1].score): entry for entry in alike}
-    return min(latest_copies.values(), key=lambda entry: sign * (entry[1].score or 0.0))[0]
+    rule = Retention(last=1, best=1, lower_is_better=mode == "min", every=None, metric=metric)
+    (chosen,) = rule.best_of(rule.scored(one for _, one in scored))
+    return [found for found, one in scored if rule.is_own(one) and (one.update, one.score) == chosen][-1]
 
 
 @dataclass(frozen=True, slots=True)
