@@ -78,7 +78,6 @@ class StopOnSignal(Handler):
         self._has_warned = False
         self._previous: dict[signal.Signals, Any] = {}
         self._watch: _Watch | None = None
-        self._trainer: Trainer | None = None  # whose run it is listening in
 
     def attach(self, trainer: Trainer) -> None:
         """Listens during each run of `trainer`, from STARTED until the last handler of COMPLETED.
@@ -96,7 +95,6 @@ class StopOnSignal(Handler):
         if threading.current_thread() is not threading.main_thread():
             self._warn()
             return
-        self._trainer = trainer
         self._watch = _Watch(trainer, self._requests, self.grace_seconds)
         _listening.append(self)
         for number in self._requests:
@@ -128,7 +126,7 @@ class StopOnSignal(Handler):
             signal.signal(number, previous)
         if self._watch is not None:
             signal.set_wakeup_fd(self._watch.previous_fd)
-        self._previous, self._watch, self._trainer = {}, None, None
+        self._previous, self._watch = {}, None
         _listening.remove(self)
 
 
@@ -137,7 +135,7 @@ class _Watch(threading.Thread):
 
     def __init__(self, trainer: Trainer, signals: tuple[signal.Signals, ...], grace_seconds: float) -> None:
         super().__init__(name="StopOnSignal", daemon=True)
-        self._trainer, self._signals, self._grace_seconds = trainer, signals, grace_seconds
+        self.trainer, self._signals, self._grace_seconds = trainer, signals, grace_seconds
         self._first: tuple[float, signal.Signals] | None = None  # when a signal came, and which
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
@@ -190,7 +188,7 @@ class _Watch(threading.Thread):
         collectives.end_process(128 + number)
 
     def _place(self) -> str:
-        return f"rank {collectives.rank()}, at update {self._trainer.state.iteration},"
+        return f"rank {collectives.rank()}, at update {self.trainer.state.iteration},"
 
 
 _listening: list[StopOnSignal] = []
@@ -202,9 +200,9 @@ def _receive(number: int, _frame: FrameType | None) -> None:
     `terminate` would log in a single process.
     """
     for handler in _listening:
-        if number in handler._requests and handler._trainer is not None:
+        if number in handler._requests and handler._watch is not None:
             handler.received = handler.received or signal.Signals(number)
-            handler._trainer.requests.stop = True
+            handler._watch.trainer.requests.stop = True
 
 
 def _forget_in_child() -> None:
