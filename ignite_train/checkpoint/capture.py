@@ -17,7 +17,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import fields
 from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType
@@ -189,7 +189,7 @@ def _own_state(trainer: Trainer, objects: RunObjects, *, main: bool) -> dict[str
     own = {
         "trainer": trainer.state_dict(),
         "data": trainer.data.position(),
-        "results": {"output": output and asdict(output)},
+        "results": {"output": output and {one.name: getattr(output, one.name) for one in fields(output)}},
         "buffers": {} if main else objects.buffers(),
     }
     for name, other in objects.trainers.items():

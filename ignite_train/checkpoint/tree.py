@@ -133,6 +133,8 @@ class TreeEncoder:
             return value
         if kind is dict or kind in _SEQUENCES:  # what follows looks at subclasses too, which takes longer
             return self._encode_container(value, path)
+        if isinstance(value, (Tensor, np.ndarray)):
+            return self._encode_tensor(value, path)
         if isinstance(value, np.bool_):
             return bool(value)
         if isinstance(value, int) or (isinstance(value, np.integer) and value.dtype.kind != "m"):  # a time span has a unit
@@ -141,8 +143,6 @@ class TreeEncoder:
             return float(value) if math.isfinite(value) else {"float": str(float(value))}
         if isinstance(value, str):
             return str.__str__(value)  # `str` of an enum of strings is the name of its member
-        if isinstance(value, (Tensor, np.ndarray)):
-            return self._encode_tensor(value, path)
         if isinstance(value, (bytes, bytearray)):
             return {"bytes": base64.b64encode(value).decode()}
         if isinstance(value, complex):
