@@ -52,15 +52,10 @@ class _FrozenWeights(TensorFile):
         with self._explaining():
             super().__init__(path, record, notes)
 
-    def read(self, name: str) -> Tensor:
+    def fill(self, name: str, views: Iterable[memoryview]) -> None:
         """See `TensorFile`."""
         with self._explaining():
-            return super().read(name)
-
-    def check(self, name: str) -> None:
-        """See `TensorFile`."""
-        with self._explaining():
-            super().check(name)
+            super().fill(name, views)
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:

@@ -376,17 +376,16 @@ class TensorFile:
             raise CheckpointError(
                 f"{self._path} claims {self._size} bytes, and {on_disk} are on the disk; copy it without holes"
             )
-        entry, crc, position = self.entries[name], 0, 0
-        tensor = entry.empty()
-        for block in _blocks(tensor):
-            numbers = block if block.is_contiguous() else torch.empty(block.shape, dtype=block.dtype)
-            view = _bytes(numbers)
-            while len(view):
-                part = self._next(name, view, position)
-                crc, position, view = zlib_ng.crc32(part, crc), position + len(part), view[len(part) :]
-            if numbers is not block:
-                block.copy_(numbers)
-        self._compare(name, crc)
+        tensor = self.entries[name].empty()
+
+        def views() -> Iterator[memoryview]:
+            for block in _blocks(tensor):
+                numbers = block if block.is_contiguous() else torch.empty(block.shape, dtype=block.dtype)
+                yield _bytes(numbers)
+                if numbers is not block:
+                    block.copy_(numbers)
+
+        self.fill(name, views())
         return tensor
 
     def check(self, name: str) -> None:
@@ -395,22 +394,24 @@ class TensorFile:
         Raises:
             ValueError: they are not those that were written.
         """
-        size, crc, done = self.entries[name].num_bytes, 0, 0
+        size = self.entries[name].num_bytes
         buffer = memoryview(bytearray(min(_CHUNK_BYTES, size)))
-        while done < size:
-            part = self._next(name, buffer[: size - done], done)
-            crc, done = zlib_ng.crc32(part, crc), done + len(part)
-        self._compare(name, crc)
+        self.fill(name, (buffer[: size - begin] for begin in range(0, size, _CHUNK_BYTES)))
 
-    def _next(self, name: str, buffer: memoryview, position: int) -> memoryview:
-        """What one call reads of a tensor, from its byte `position` on."""
-        with naming(self._path):
-            part = buffer[: os.preadv(self._file, [buffer], self._begin + self.entries[name].offset + position)]
-        if not len(part):
-            raise ValueError(f"{name} is cut short")
-        return part
+    def fill(self, name: str, views: Iterable[memoryview]) -> None:
+        """Reads the bytes of this name into one view after another.
 
-    def _compare(self, name: str, crc: int) -> None:
-        written = self.entries[name].crc32
-        if crc != written:
-            raise ValueError(f"{name} has the checksum {crc:08x}, it was written with {written:08x}")
+        Raises:
+            ValueError: they are not those that were written.
+            OSError: they cannot be read.
+        """
+        entry, crc, position = self.entries[name], 0, self._begin + self.entries[name].offset
+        for view in views:
+            while len(view):
+                with naming(self._path):
+                    part = view[: os.preadv(self._file, [view], position)]
+                if not len(part):
+                    raise ValueError(f"{name} is cut short")
+                crc, position, view = zlib_ng.crc32(part, crc), position + len(part), view[len(part) :]
+        if crc != entry.crc32:
+            raise ValueError(f"{name} has the checksum {crc:08x}, it was written with {entry.crc32:08x}")
