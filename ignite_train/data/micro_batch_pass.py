@@ -134,7 +134,7 @@ class MicroBatchPass:
         self._waiting: list[Any] = []  # read for later groups
         self._is_last = False  # the look ahead has found no other group
         self._is_noted = True  # the place after the latest group; not while it arrives, nor where reading it has failed
-        self._has_ended = self._is_finished = False  # no group is left; the epoch is over, and not only the run
+        self._has_ended = False  # the loader has given no other group
         self._surplus: bool | None = None  # whether the loader gave more than its length; None: not looked at yet
         self._micro_batches = iter(()) if self._place.at_end else self._opened()
         if self._place.reads_past:
@@ -353,17 +353,22 @@ class MicroBatchPass:
     def finish(self) -> None:
         """Ends the epoch. Call it before the position at the end of the epoch is read.
 
-        The loader is exhausted here, since samplers may draw from their generators after the last index, as torch's do.
+        The loader is exhausted here, since samplers may draw from their generators after the last index, as torch's do. Warns
+        if the loader gave more or fewer micro-batches than its `len()`.
         """
-        self._is_finished, plan = True, self._plan
+        plan = self._plan
         if isinstance(self.loader, Stream):  # it continues in the next epoch
             return
         over = self._has_ended or (plan.looks_ahead and self._is_last)
-        all_done = self.length is not None and self._num_done >= self.length and self._rules.uneven != "shortest"
+        is_sized = self.length is not None and self._rules.uneven != "shortest"
+        all_done = is_sized and self._num_done >= (self.length or 0)
         if all_done and plan.drops_last_group and plan.own_length is not None:
             self._read += sum(1 for _ in islice(self._micro_batches, max(0, plan.own_length - self._read)))
         if over or (all_done and not self._has_surplus()):
             self._place.note(exhausted=True)
+        announced, is_read = plan.own_length, all_done or (is_sized and self._has_ended)
+        if is_read and announced is not None and (self._surplus or self._read != announced):
+            warnings.warn(self._wrong_length(announced), stacklevel=2)
 
     def no_group_error(self, epoch: int) -> ValueError:
         """Why epoch `epoch` has no group, on any rank, which is a mistake. Collective."""
@@ -380,14 +385,8 @@ class MicroBatchPass:
         hint = without_full_batch(self.loader)
         return ValueError(f"data must give at least one micro-batch on {where}, got none in epoch {epoch}{hint}")
 
-    def close(self, *, whole: bool) -> None:
-        """Ends the pass and releases the loader; warns if the loader gave more or fewer micro-batches than its `len()`."""
-        is_whole = self.length is not None and self._rules.uneven != "shortest"
-        over = is_whole and (self._has_ended or self._num_done >= (self.length or 0))
-        is_finished = whole and over and self._is_finished  # otherwise the next run finishes the epoch
-        announced = self._plan.own_length
-        if is_finished and announced is not None and (self._surplus or self._read != announced):
-            warnings.warn(self._wrong_length(announced), stacklevel=2)
+    def close(self) -> None:
+        """Ends the pass and releases the loader."""
         self.pause()
         self._micro_batches = iter(())
 

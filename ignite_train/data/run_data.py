@@ -183,10 +183,10 @@ class RunData(Batches):
             self._kept = data, self._groups
         return keeps
 
-    def close(self, *, whole: bool) -> None:
-        """Ends the pass: with `whole` unless an exception ended it."""
+    def close(self) -> None:
+        """Ends the pass."""
         assert self._groups is not None  # noqa: S101  # a pass was made
-        self._groups.close(whole=whole)
+        self._groups.close()
 
     def take_back(self) -> None:
         """After an error before the first update of an epoch: what was drawn for its group is drawn again, the same."""

@@ -138,8 +138,8 @@ class Batches:
         """Called where a request to stop has ended the pass within its epoch: whether the next `run` continues it."""
         return False
 
-    def close(self, *, whole: bool) -> None:
-        """Called once, when the pass ends: with `whole` unless an exception ended it."""
+    def close(self) -> None:
+        """Called once, when the pass ends."""
 
 
 class Loop(Dispatcher):
@@ -288,7 +288,7 @@ class Loop(Dispatcher):
         self._begin_epoch()
         data: Any = state.dataloader
         self.begin_section("data")
-        batches, whole = self._open(data), False
+        batches, kept = self._open(data), False
         progress.reading, progress.data_ended = True, False
         state.epoch_length = batches.length or state.epoch_length
         try:
@@ -307,12 +307,12 @@ class Loop(Dispatcher):
                 over = not progress.stops and self._epoch_is_over(batches)
             if over:
                 self._close_epoch(started)
-            whole = True
+            stopped = progress.epoch_open and bool(self.should_terminate or self.should_interrupt)
+            kept = stopped and batches.keep_open()
         finally:
             progress.reading = False
-            stopped = whole and progress.epoch_open and (self.should_terminate or self.should_interrupt)
-            if not (stopped and batches.keep_open()):
-                batches.close(whole=whole)
+            if not kept:
+                batches.close()
 
     def _iterate(self, batches: Batches) -> None:
         """Runs one iteration on `state.batch`, which handlers before it may replace."""

@@ -216,7 +216,7 @@ class _Whole(Batches):
     def __next__(self) -> Any:
         return next(self._micro_batches)
 
-    def close(self, *, whole: bool) -> None:  # noqa: ARG002  # of the loop
+    def close(self) -> None:
         """Ends the thread that reads the loader, if there is one."""
         if isinstance(self._opened, FetchThread):
             self._opened.pause()
