@@ -320,7 +320,9 @@ class Trainer(Loop):
         """The updates that have had their effect: the weights are those after the latest of them, also inside the next one."""
         return self.state.iteration - (self.progress.iterating and not self.progress.settled)
 
-    def update(self, micro_batches: list[Any], *, forward: Forward | None = None, name: str | None = None) -> UpdateOutput:
+    def update(  # type: ignore[override]
+        self, micro_batches: list[Any], *, forward: Forward | None = None, name: str | None = None
+    ) -> UpdateOutput:
         """Makes one update from the micro-batches that it is given, as `run` does from those of a loader.
 
         ITERATION_STARTED, the events of `TrainEvents` and ITERATION_COMPLETED fire, and the counters count; nothing of epochs
@@ -357,28 +359,11 @@ class Trainer(Loop):
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name must be a string, or None, got {describe(name)}")
         with self.process.instead(forward, name):
-            self._update_on(micro_batches)
+            self._refuse_update()
+            self.state.batch = self.data.given(micro_batches)
+            super().update(self.data)
         assert self.state.update_output is not None  # noqa: S101  # each update publishes one
         return self.state.update_output
-
-    def _update_on(self, micro_batches: list[Any]) -> None:
-        self._refuse_update()
-        state, progress = self.state, self.progress
-        state.batch = self.data.given(micro_batches)
-        self.begin_section("handler")
-        progress.updating = progress.iterating = True
-        progress.settled = False
-        state.iteration += 1
-        try:
-            self.fire_event(Events.ITERATION_STARTED)
-            self.process(self, self.data.batch(state.batch))
-            progress.iterating = False
-            self.fire_event(Events.ITERATION_COMPLETED)
-        finally:
-            self._take_back()
-            progress.updating = progress.iterating = False
-            state.batch = None
-            self.begin_section("between_updates")
 
     def _refuse_update(self) -> None:
         """Raises where no update can be asked for, and warns once where handlers of a run would take no part in it."""

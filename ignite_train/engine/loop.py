@@ -269,6 +269,21 @@ class Loop(Dispatcher):
                 self.progress.session_open = False
                 self.begin_section("handler")
 
+    def update(self, batches: Batches) -> Any:
+        """Runs one iteration on `state.batch`, on request, and returns `state.output`. For subclasses."""
+        self.begin_section("handler")
+        self.progress.updating = True
+        try:
+            self._iterate(batches)
+        except BaseException:
+            self._take_back()
+            raise
+        finally:
+            self.progress.updating = self.progress.iterating = False
+            self.state.batch = None
+            self.begin_section("between_updates")
+        return self.state.output
+
     def _begin_epoch(self) -> None:
         """Begins an epoch, or continues the one that a call of `run` has left open. Handlers may replace the data."""
         state = self.state
@@ -303,6 +318,8 @@ class Loop(Dispatcher):
                 if state.batch is _END:
                     state.batch, over = None, True
                     break
+                if state.dataloader is not None:
+                    self.fire_event(_GET_BATCH_COMPLETED)
                 self._iterate(batches)
                 over = not progress.stops and self._epoch_is_over(batches)
             if over:
@@ -317,14 +334,12 @@ class Loop(Dispatcher):
     def _iterate(self, batches: Batches) -> None:
         """Runs one iteration on `state.batch`, which handlers before it may replace."""
         state, progress = self.state, self.progress
-        if state.dataloader is not None:
-            self.fire_event(_GET_BATCH_COMPLETED)
         state.iteration += 1
         progress.iterating, progress.settled = True, False
         self.fire_event(_ITERATION_STARTED)
         state.output = self.process(self, batches.batch(state.batch))
         progress.iterating = False
-        progress.epoch_iteration += 1
+        progress.epoch_iteration += progress.epoch_open
         try:
             self.fire_event(_ITERATION_COMPLETED)
         finally:
