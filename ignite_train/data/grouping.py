@@ -9,7 +9,7 @@ from typing import Any
 from ignite_train.arguments import describe, one_of, positive_int
 from ignite_train.data.dealing import Dealing
 from ignite_train.data.description import length_of
-from ignite_train.data.micro_batch_pass import GroupSizes, MicroBatchPass, PassRules, Uneven, count_updates
+from ignite_train.data.micro_batch_pass import GroupSizes, MicroBatchPass, PassRules, Uneven
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.data.samplers import set_epoch
 from ignite_train.data.stream import Stream
@@ -127,11 +127,7 @@ class MicroBatchGrouping:
         if self.rules.dealing.again:
             _deal_again_by(loader, self.rules.dealing)
         lengths = self.rules.dealing.lengths(lambda: length_of(loader))
-        if min(lengths) < 0:
-            return None
-        micro_batches = min(lengths) if self.rules.uneven == "shortest" else max(lengths)
-        sizes = self._sizes(epoch, first_update)
-        return count_updates(micro_batches, sizes, 0, drops_last_group=self.rules.drops_last_group)
+        return self.rules.count_updates(lengths, self._sizes(epoch, first_update))
 
     def max_micro_batches_of(self, group: list[Any]) -> int | None:
         """Of a group that comes from no loader: as many as this rank has; None where ranks that differ need placeholders."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import islice, repeat
 from operator import is_
@@ -23,7 +23,7 @@ from ignite_train.data.stream import NoData, Stream
 from ignite_train.engine.limits import without_full_batch
 from ignite_train.ranks import collectives
 
-__all__ = ["GroupSizes", "MicroBatchPass", "PassRules", "Uneven", "count_updates"]
+__all__ = ["GroupSizes", "MicroBatchPass", "PassRules", "Uneven"]
 
 Uneven = Literal["all", "shortest", "replay", "error"]
 """The rules for ranks with different numbers of micro-batches.
@@ -55,6 +55,27 @@ class PassRules:
     lends: bool = False
     none_is_empty: bool = False
     arrives: bool = True
+
+    def count_updates(self, lengths: Sequence[int], sizes: GroupSizes, done: int = 0) -> int | None:
+        """Updates of an epoch after which no rank has a group, or with `"shortest"` some rank; None if a length is unknown.
+
+        Groups of one size are not counted one by one, because a sampler without an end may say that it has 10¹² samples.
+
+        Args:
+            lengths: the micro-batches that each rank has left; -1 where unknown.
+            sizes: of the groups of the epoch.
+            done: updates of the epoch that are done.
+        """
+        if min(lengths) < 0:
+            return None
+        micro_batches = min(lengths) if self.uneven == "shortest" else max(lengths)
+        if isinstance(sizes, int):
+            whole, rest = divmod(micro_batches, sizes)
+            return done + whole + (rest > 0 and not self.drops_last_group)
+        while micro_batches >= (sizes(done) if self.drops_last_group else 1):
+            micro_batches -= sizes(done)
+            done += 1
+        return done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +153,8 @@ class MicroBatchPass:
         self._largest = self._num_as_large = 0  # the size of the largest group so far, and how many came since it did
         self._read = self.num_read = 0  # micro-batches since the position was found, and in the latest group
         self._waiting: list[Any] = []  # read for later groups
-        self._is_last = False  # the look ahead has found no other group
         self._is_noted = True  # the place after the latest group; not while it arrives, nor where reading it has failed
-        self._has_ended = False  # the loader has given no other group
+        self._has_ended = False  # the loader has no other group
         self._surplus: bool | None = None  # whether the loader gave more than its length; None: not looked at yet
         self._micro_batches = iter(()) if self._place.at_end else self._opened()
         if self._place.reads_past:
@@ -155,7 +175,8 @@ class MicroBatchPass:
         if isinstance(loader, Stream):
             self.length, usable = loader.updates_per_epoch, [sys.maxsize] * len(usable)
         else:
-            self.length = self._agree_on_length(done, skip)
+            self._refuse_uneven(done)
+            self.length = rules.count_updates(self.lengths, self._sizes, skip)
             if rules.uneven == "shortest":
                 usable = [min(usable)] * len(usable)
         fills_up = rules.dealing.size > 1
@@ -173,24 +194,15 @@ class MicroBatchPass:
             drops_last_group=rules.drops_last_group and not isinstance(loader, Stream),
         )
 
-    def _agree_on_length(self, done: int, skip: int) -> int | None:
-        """Updates of the longest rank, or of the shortest; None if the length of any rank is unknown.
-
-        Args:
-            done: micro-batches of this epoch that are done.
-            skip: groups that are.
-        """
-        lengths, rules = self.lengths, self._rules
-        if rules.uneven == "error" and (min(lengths) < 0 or len(set(lengths)) > 1):
+    def _refuse_uneven(self, done: int) -> None:
+        """With `"error"`, raises ValueError unless all ranks have equally many micro-batches behind the `done` first."""
+        lengths = self.lengths
+        if self._rules.uneven == "error" and (min(lengths) < 0 or len(set(lengths)) > 1):
             table = ", ".join(f"rank {rank}: {'unknown' if n < 0 else done + n}" for rank, n in enumerate(lengths))
             raise ValueError(
                 f"data must be equally long on all ranks for uneven='error', got micro-batches on {table}; make the shards "
                 "equally long, or pass options=UpdateOptions(uneven='all') or uneven='shortest' there"
             )
-        if min(lengths) < 0:
-            return None
-        micro_batches = min(lengths) if rules.uneven == "shortest" else max(lengths)
-        return count_updates(micro_batches, self._sizes, skip, drops_last_group=rules.drops_last_group)
 
     def __iter__(self) -> Iterator[MutableSequence[Any]]:
         return self
@@ -329,9 +341,9 @@ class MicroBatchPass:
             self._waiting += islice(self._micro_batches, number)
         else:
             self._waiting += self._read_held(number, held, more_follow=False)
-        self._is_last = len(self._waiting) < wanted
+        self._has_ended = len(self._waiting) < wanted
         veto = -collectives.world_size() if self._rules.uneven == "shortest" else 0
-        self.more = veto if self._is_last else 1
+        self.more = veto if self._has_ended else 1
 
     def _size_of(self, done: int) -> int:
         return self._sizes if isinstance(self._sizes, int) else self._sizes(done)
@@ -359,12 +371,11 @@ class MicroBatchPass:
         plan = self._plan
         if isinstance(self.loader, Stream):  # it continues in the next epoch
             return
-        over = self._has_ended or (plan.looks_ahead and self._is_last)
         is_sized = self.length is not None and self._rules.uneven != "shortest"
         all_done = is_sized and self._num_done >= (self.length or 0)
         if all_done and plan.drops_last_group and plan.own_length is not None:
             self._read += sum(1 for _ in islice(self._micro_batches, max(0, plan.own_length - self._read)))
-        if over or (all_done and not self._has_surplus()):
+        if self._has_ended or (all_done and not self._has_surplus()):
             self._place.note(exhausted=True)
         announced, is_read = plan.own_length, all_done or (is_sized and self._has_ended)
         if is_read and announced is not None and (self._surplus or self._read != announced):
@@ -445,17 +456,3 @@ def _gives_each_once(loader: Iterable[Any]) -> bool:
     """Whether reading another micro-batch cannot change one that was read: torch's own collation makes new tensors."""
     collates = type(loader) is DataLoader and loader.batch_sampler is not None and loader.collate_fn is default_collate
     return collates or type(loader) in (list, tuple)
-
-
-def count_updates(micro_batches: int, sizes: GroupSizes, done: int, *, drops_last_group: bool) -> int:
-    """Updates of an epoch that has `micro_batches` left after `done` updates.
-
-    Groups of one size are not counted one by one, because a sampler without an end may say that it has 10¹² samples.
-    """
-    if isinstance(sizes, int):
-        whole, rest = divmod(micro_batches, sizes)
-        return done + whole + (rest > 0 and not drops_last_group)
-    while micro_batches >= (sizes(done) if drops_last_group else 1):
-        micro_batches -= sizes(done)
-        done += 1
-    return done
