@@ -237,21 +237,16 @@ class Dispatcher(OpenEngine):
             if place == len(handlers):
                 return
             if self._sections is None:
-                _call_all(handlers, state, (), event_kwargs, place)
+                _call_all(handlers, state, event_kwargs, place)
                 return
             before = self._sections.switch("handler")
             try:
-                _call_all(handlers, state, (), event_kwargs, place)
+                _call_all(handlers, state, event_kwargs, place)
             finally:
                 self._sections.switch(before)
         elif handlers is None:
             self._check_registered(event_name)
             self._handlers[event_name] = []  # known from here on
-
-    def _fire(self, event: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.last_event_name = event
-        handlers = self._handlers.get(event, [])
-        _call_all(handlers, self.state, args, kwargs, _first_due(handlers, self.state))
 
     def _check_registered(self, event: Any) -> None:
         name = event if isinstance(event, str) else getattr(event, "name", None) or repr(event)
@@ -458,7 +453,7 @@ def _first_due(handlers: list[Any], state: Any, place: int = 0) -> int:
     return len(handlers)
 
 
-def _call_all(handlers: list[Any], state: Any, event_args: tuple[Any, ...], event_kwargs: Any, place: int) -> None:
+def _call_all(handlers: list[Any], state: Any, event_kwargs: Any, place: int) -> None:
     """Calls `handlers` as they are when each has its turn, as in Ignite: one may add others, or replace those that follow.
 
     One that removes itself hides no other, because Ignite's `remove_event_handler` makes a new list.
@@ -466,19 +461,18 @@ def _call_all(handlers: list[Any], state: Any, event_args: tuple[Any, ...], even
     Args:
         handlers: as Ignite stores them.
         state: the state of their engine, which has the counters.
-        event_args: given to each, behind the engine.
-        event_kwargs: likewise, by name.
+        event_kwargs: given to each, by name.
         place: the index of the first handler that is due.
     """
     known = tuple(handlers)
     while place < len(handlers):
         entry, length = handlers[place], len(handlers)
-        call(entry, event_args, event_kwargs)
+        call(entry, (), event_kwargs)
         if len(handlers) > length and handlers[place] is not entry:  # it has added some that stand before it
             place = next((index for index, other in enumerate(handlers) if other is entry), place)
             for added in handlers[:place]:
                 if not any(added is other for other in known):
-                    call(added, event_args, event_kwargs)
+                    call(added, (), event_kwargs)
             known = tuple(handlers)
         place += 1
         if place < len(handlers) and type(handlers[place][0]) is _EveryNthHandler:

@@ -51,11 +51,7 @@ SerialModel = _SerialModel
 
 
 class OpenEngine(Engine):
-    """Ignite's engine, where a subclass says how handlers are called and wrapped, which Ignite does in private methods."""
-
-    def _fire(self, event: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Calls the handlers of `event`, with these arguments behind the engine."""
-        raise NotImplementedError
+    """Ignite's engine, where a subclass says how handlers are checked and wrapped, which Ignite does in private methods."""
 
     def _check_registered(self, event: Any) -> None:
         """Raises an error if `event` is not registered."""
@@ -64,9 +60,6 @@ class OpenEngine(Engine):
     def _filtered(self, handler: Callable[..., Any], event: Any, event_filter: Callable[..., Any]) -> Callable[..., Any]:
         """A function that calls `handler` if the filter of `event` is true."""
         raise NotImplementedError
-
-    def _fire_event(self, event_name: Any, *event_args: Any, **event_kwargs: Any) -> None:
-        self._fire(event_name, event_args, event_kwargs)
 
     def _assert_allowed_event(self, event_name: Any) -> None:
         self._check_registered(event_name)

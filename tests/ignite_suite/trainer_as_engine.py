@@ -112,6 +112,9 @@ class TrainerAsEngine(Trainer):
         self._assert_allowed_event(event_name)
         self._fire_event(event_name, **event_kwargs)
 
+    def _fire_event(self, event_name: Any, *_: Any, **event_kwargs: Any) -> None:
+        super().fire_event(event_name, **event_kwargs)
+
     @property
     def _internal_run_generator(self) -> Any:  # type: ignore[override]
         """Something while a run is interrupted, and None otherwise. Ignite's tests look at it."""

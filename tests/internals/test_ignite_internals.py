@@ -100,14 +100,6 @@ def parent() -> bool:
     return isinstance(parent, weakref.ref) and parent() is handler
 
 
-def fire_event() -> bool:
-    """`Engine._fire_event(event, *args, **kwargs)` calls the handlers, and `fire_event` goes through it."""
-    engine, seen = make()
-    engine._fire_event = lambda event, *_, **__: seen.append(event)  # type: ignore[method-assign]
-    engine.fire_event(Events.STARTED)
-    return seen == [Events.STARTED]
-
-
 def assert_allowed_event() -> bool:
     """`Engine._assert_allowed_event(event)` is asked when a handler is attached."""
     engine, seen = make()
@@ -144,18 +136,16 @@ def answering_model() -> bool:
 
 
 def open_engine() -> bool:
-    """The three private methods are where an engine goes when it fires, registers and filters, as `OpenEngine` expects."""
+    """The two private methods are where an engine goes when it registers and filters, as `OpenEngine` expects."""
     calls: list[str] = []
 
     moments = {
-        "_fire": lambda *_: calls.append("fire"),
         "_check_registered": lambda *_: calls.append("check"),
         "_filtered": lambda engine, handler, *_: calls.append("filter") or handler,
     }
     engine = type("Noted", (OpenEngine,), moments)(lambda engine, batch: None)
     engine.add_event_handler(Events.STARTED(once=1), lambda: None)
-    engine.fire_event(Events.STARTED)
-    return [*dict.fromkeys(calls)] == ["filter", "check", "fire"]
+    return [*dict.fromkeys(calls)] == ["filter", "check"]
 
 
 # Each private name, and what must be true of it.
@@ -165,7 +155,6 @@ PARTS: dict[str, tuple[Callable[[], bool], ...]] = {
     "_handler_wrapper": (handler_wrapper, open_engine),
     "every_event_filter": (every_event_filter,),
     "_parent": (parent,),
-    "_fire_event": (fire_event,),
     "_assert_allowed_event": (assert_allowed_event,),
     "_update_attrs": (update_attrs,),
     "_SerialModel": (answering_model,),
