@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ignite_train.arguments import COUNT, check_fields
 from ignite_train.data.description import Seekable, attributes_of_samplers, changes, describe_data, length_of
 from ignite_train.data.resumable_loader import ResumableLoader
+from ignite_train.engine.dispatch import Stateful
 from ignite_train.errors import CheckpointError, TrainingError
 from ignite_train.internals.of_torch import pass_of, sampler_pass_of
 from ignite_train.model.random_state import (
@@ -28,15 +29,6 @@ from ignite_train.ranks import collectives
 __all__ = ["DataPosition", "how_exact", "open_loader"]
 
 _logger = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class _Stateful(Protocol):
-    """A loader that saves its own position, such as torchdata's StatefulDataLoader."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
@@ -67,7 +59,7 @@ def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
         return [], ""
     workers = loader.num_workers if isinstance(loader, DataLoader) else 0
     doubts, note = [], ""
-    if isinstance(loader, _Stateful):
+    if isinstance(loader, Stateful):
         note = f"resuming is as exact as the state that the {kind} gives: a buffer that shuffles a stream may not be in it"
         if workers:
             doubts.append(
@@ -102,9 +94,10 @@ def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
 class DataPosition:
     """Finds the position in a loader at which a pass was interrupted, in one of three ways.
 
-    A loader that can seek jumps there. A loader with a state gets it back. Any other loader is opened with the random
-    generators in the state that they had when the pass began, so that it shuffles the same way, and is read up to the
-    position; then the generators get their present state back. `how_exact` says what may still differ.
+    A loader that can seek jumps there. A loader with a state, such as torchdata's StatefulDataLoader, gets it back. Any other
+    loader is opened with the random generators in the state that they had when the pass began, so that it shuffles the same
+    way, and is read up to the position; then the generators get their present state back. `how_exact` says what may still
+    differ.
 
     Args:
         loader: this rank's loader.
@@ -118,7 +111,7 @@ class DataPosition:
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader, self._num_ranks = loader, collectives.world_size()
         self._seekable = loader if isinstance(loader, Seekable) else None
-        self._stateful = loader if self._seekable is None and isinstance(loader, _Stateful) else None
+        self._stateful = loader if self._seekable is None and isinstance(loader, Stateful) else None
         self._description = describe_data(loader)
         self._first_sample = 0
         self._opening: dict[str, Any] = {}
