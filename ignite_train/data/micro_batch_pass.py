@@ -143,7 +143,7 @@ class MicroBatchPass:
             skip: groups of this epoch that are done already.
             position: the position after them.
         """
-        self._place, self._num_done = DataPosition(self.loader), skip
+        self._place, self._num_done = DataPosition(self.loader, copies=not isinstance(self.loader, Stream)), skip
         self._place.find(position, skip)
         if isinstance(self.loader, Stream):
             self._place.note(exhausted=False)  # it may begin anywhere, and the first group may have to be read again

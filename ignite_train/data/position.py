@@ -101,6 +101,7 @@ class DataPosition:
 
     Args:
         loader: this rank's loader.
+        copies: copy the states that a loader gives, since some change the object that they have given.
 
     Attributes:
         is_stateful: whether the loader's own state is saved, which `note` asks for after each group.
@@ -108,8 +109,8 @@ class DataPosition:
         may_break: whether another pass over the loader would end the one that was found.
     """
 
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self._loader, self._num_ranks = loader, collectives.world_size()
+    def __init__(self, loader: Iterable[Any], *, copies: bool = True) -> None:
+        self._loader, self._copies, self._num_ranks = loader, copies, collectives.world_size()
         self._seekable = loader if isinstance(loader, Seekable) else None
         self._stateful = loader if self._seekable is None and isinstance(loader, Stateful) else None
         self._description = describe_data(loader)
@@ -202,8 +203,8 @@ class DataPosition:
         """Call it when a group was read, before anything is read ahead, and when the loader is exhausted."""
         self.exhausted = exhausted
         if self._stateful is not None:
-            state = copy.deepcopy(self._stateful.state_dict())  # some loaders change the object that they have given
-            self._notes = [self._notes[1], (state, self._own_generators())]
+            state = self._stateful.state_dict()
+            self._notes = [self._notes[1], (copy.deepcopy(state) if self._copies else state, self._own_generators())]
 
     def saved(self, rounds: int, given: int, *, latest: bool) -> dict[str, Any]:
         """The position in plain types.
