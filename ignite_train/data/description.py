@@ -36,17 +36,12 @@ _DRAWS_NOTHING = (SequentialSampler, ShardedSampler, DistributedSampler, list, t
 
 
 @runtime_checkable
-class _Described(Protocol):
-    """A sampler of batches that says what its order depends on, such as `TokenBudgetSampler`."""
-
-    def describe(self) -> dict[str, Any]: ...
-
-
-@runtime_checkable
-class _Dealt(_Described, Protocol):
-    """A sampler that deals an order out to the ranks."""
+class _Dealt(Protocol):
+    """A sampler that deals an order out to the ranks, of samples or of batches, and says what the order depends on."""
 
     dealing: Dealing
+
+    def describe(self) -> dict[str, Any]: ...
 
 
 def length_of(loader: Any) -> int | None:
@@ -172,7 +167,7 @@ def _describe_batches(loader: DataLoader[Any]) -> dict[str, Any]:
     if loader.batch_size is None and loader.batch_sampler is not None:
         batch_sampler: Any = loader.batch_sampler
         described["batch_sampler"] = type(batch_sampler).__name__
-        if isinstance(batch_sampler, _Described):
+        if isinstance(batch_sampler, _Dealt):
             return described | batch_sampler.describe()
         sampler = batch_sampler.sampler if isinstance(batch_sampler, BatchSampler) else None
         if sampler is None:
