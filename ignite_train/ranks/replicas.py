@@ -80,10 +80,10 @@ class ReplicasCrossing(Crossing):
         vector.copy_(sums)
 
         exists = iter(here if all(here) else (flags > 0).tolist())  # sync, only if one is missing on this rank
-        _unflatten(self._tail, summed_tail.to(tail.dtype), exists)
+        unflatten(self._tail, summed_tail.to(tail.dtype), exists)
         for bucket, flat, work in under_way:
             work.wait()
-            _unflatten(bucket, flat, exists)
+            unflatten(bucket, flat, exists)
         if self._sparse is not None:
             self._sparse.add_over_ranks(announced_by_all)
         return gradients.norm()
@@ -284,7 +284,7 @@ def _flatten(parameters: tuple[nn.Parameter, ...]) -> Tensor:
     )
 
 
-def _unflatten(parameters: tuple[nn.Parameter, ...], flat: Tensor, present: Iterator[bool]) -> None:
+def unflatten(parameters: tuple[nn.Parameter, ...], flat: Tensor, present: Iterator[bool]) -> None:
     """Gives each parameter its part of `flat` for a gradient, with the strides of the parameter, unless no rank has one."""
     parts = torch.split(flat, [p.numel() for p in parameters])
     for parameter, part in zip(parameters, parts, strict=True):

@@ -783,7 +783,7 @@ def signal_watch(monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> tuple[Any, A
     monkeypatch.setattr(stop_on_signal.collectives, "rank", lambda: rank)
     monkeypatch.setattr(stop_on_signal.collectives, "is_main_rank", lambda: rank == 0)
     watch: Any = object.__new__(stop_on_signal._Watch)
-    watch._trainer = SimpleNamespace(state=SimpleNamespace(iteration=7))
+    watch.trainer = SimpleNamespace(state=SimpleNamespace(iteration=7))
     watch._grace_seconds, watch._first = 30.0, None
     return watch, clock, ended
 
