@@ -24,7 +24,7 @@ from ignite_train.engine.dispatch import Attachable, Stateful, add_counters
 from ignite_train.engine.ignite_state import from_ignite_state, is_ignite_state
 from ignite_train.engine.introduction import introduction
 from ignite_train.engine.limits import checked_limits, checked_loader
-from ignite_train.engine.loop import Loop
+from ignite_train.engine.loop import Loop, iterate_on_request
 from ignite_train.engine.sections import Sections
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
 from ignite_train.forward import Forward, ForwardOutput
@@ -320,9 +320,7 @@ class Trainer(Loop):
         """The updates that have had their effect: the weights are those after the latest of them, also inside the next one."""
         return self.state.iteration - (self.progress.iterating and not self.progress.settled)
 
-    def update(  # type: ignore[override]
-        self, micro_batches: list[Any], *, forward: Forward | None = None, name: str | None = None
-    ) -> UpdateOutput:
+    def update(self, micro_batches: list[Any], *, forward: Forward | None = None, name: str | None = None) -> UpdateOutput:
         """Makes one update from the micro-batches that it is given, as `run` does from those of a loader.
 
         ITERATION_STARTED, the events of `TrainEvents` and ITERATION_COMPLETED fire, and the counters count; nothing of epochs
@@ -361,7 +359,7 @@ class Trainer(Loop):
         with self.process.instead(forward, name):
             self._refuse_update()
             self.state.batch = self.data.given(micro_batches)
-            super().update(self.data)
+            iterate_on_request(self, self.data)
         assert self.state.update_output is not None  # noqa: S101  # each update publishes one
         return self.state.update_output
 

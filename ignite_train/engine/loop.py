@@ -14,7 +14,7 @@ from ignite.engine import Events
 from ignite_train.engine.dispatch import Dispatcher, call, entries
 from ignite_train.state import TrainState
 
-__all__ = ["Batches", "Loop", "Progress", "RunProgress"]
+__all__ = ["Batches", "Loop", "Progress", "RunProgress", "iterate_on_request"]
 
 _END: Any = object()
 # Of each iteration: firing one without handlers takes about as long as finding it in its class.
@@ -269,21 +269,6 @@ class Loop(Dispatcher):
                 self.progress.session_open = False
                 self.begin_section("handler")
 
-    def update(self, batches: Batches) -> Any:
-        """Runs one iteration on `state.batch`, on request, and returns `state.output`. For subclasses."""
-        self.begin_section("handler")
-        self.progress.updating = True
-        try:
-            self._iterate(batches)
-        except BaseException:
-            self._take_back()
-            raise
-        finally:
-            self.progress.updating = self.progress.iterating = False
-            self.state.batch = None
-            self.begin_section("between_updates")
-        return self.state.output
-
     def _begin_epoch(self) -> None:
         """Begins an epoch, or continues the one that a call of `run` has left open. Handlers may replace the data."""
         state = self.state
@@ -423,3 +408,18 @@ def _clock(seconds: float) -> str:
     """Hours, minutes and seconds, as Ignite writes them."""
     minutes, rest = divmod(seconds, 60)
     return f"{int(minutes) // 60:02d}:{int(minutes) % 60:02d}:{rest:06.3f}"
+
+
+def iterate_on_request(loop: Loop, batches: Batches) -> None:
+    """Runs one iteration on `loop.state.batch`, outside of the epochs of a run; see `Trainer.update`."""
+    loop.begin_section("handler")
+    loop.progress.updating = True
+    try:
+        loop._iterate(batches)
+    except BaseException:
+        loop._take_back()
+        raise
+    finally:
+        loop.progress.updating = loop.progress.iterating = False
+        loop.state.batch = None
+        loop.begin_section("between_updates")
