@@ -27,7 +27,7 @@ from ignite_train.ranks.sparse_rows import SparseRows
 from ignite_train.ranks.statistics import Statistics
 from ignite_train.ranks.unlike_ranks import Description, described_parameters, refuse_unlike_ranks
 
-__all__ = ["LocalCrossing", "ReplicasCrossing", "SmallReplicasCrossing", "buckets", "mean_over_ranks"]
+__all__ = ["LocalCrossing", "ReplicasCrossing", "SmallReplicasCrossing", "buckets", "mean_over_ranks", "unflatten"]
 
 T = TypeVar("T", bound=Tensor)
 
