@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -706,11 +707,13 @@ class Trainer(Loop):
         self.data.take_back()
 
     def _close_epoch(self, started: float) -> None:
-        self.data.finish()
+        wrong_length = self.data.finish()
         try:
             super()._close_epoch(started)
         finally:  # a handler of EPOCH_COMPLETED may raise an error when the epoch is closed
             self.data.epoch_closed()
+        if wrong_length is not None:  # now, since a warning may be an error
+            warnings.warn(wrong_length, stacklevel=2)
         self.progress.data_ended &= self.data.stream is None  # a stream says itself when a pass has ended
         self.requests.stop_epoch = False  # what handlers of EPOCH_COMPLETED asked for is done already
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import islice, repeat
@@ -362,15 +361,17 @@ class MicroBatchPass:
         """Call it where an exception ends the run before the epoch's first update: the next one opens the pass again."""
         self._place.take_back_opening()
 
-    def finish(self) -> None:
+    def finish(self) -> str | None:
         """Ends the epoch. Call it before the position at the end of the epoch is read.
 
-        The loader is exhausted here, since samplers may draw from their generators after the last index, as torch's do. Warns
-        if the loader gave more or fewer micro-batches than its `len()`.
+        The loader is exhausted here, since samplers may draw from their generators after the last index, as torch's do.
+
+        Returns:
+            The warning that is due, if the loader gave more or fewer micro-batches than its `len()`.
         """
         plan = self._plan
         if isinstance(self.loader, Stream):  # it continues in the next epoch
-            return
+            return None
         is_sized = self.length is not None and self._rules.uneven != "shortest"
         all_done = is_sized and self._num_done >= (self.length or 0)
         if all_done and plan.drops_last_group and plan.own_length is not None:
@@ -379,7 +380,8 @@ class MicroBatchPass:
             self._place.note(exhausted=True)
         announced, is_read = plan.own_length, all_done or (is_sized and self._has_ended)
         if is_read and announced is not None and (self._surplus or self._read != announced):
-            warnings.warn(self._wrong_length(announced), stacklevel=2)
+            return self._wrong_length(announced)
+        return None
 
     def no_group_error(self, epoch: int) -> ValueError:
         """Why epoch `epoch` has no group, on any rank, which is a mistake. Collective."""

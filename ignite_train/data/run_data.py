@@ -194,8 +194,11 @@ class RunData(Batches):
         if first and self._pass_is_opened and self._groups is not None:
             self._groups.take_back_opening()
 
-    def finish(self) -> None:
+    def finish(self) -> str | None:
         """Ends a pass from which no group is needed any more.
+
+        Returns:
+            The warning that is due; see `MicroBatchPass.finish`.
 
         Raises:
             ValueError: it had no group at all.
@@ -206,7 +209,7 @@ class RunData(Batches):
             if isinstance(state.dataloader, Iterator) and state.iteration > 0:
                 refuse_ended_iterator(state, state.dataloader)
             raise groups.no_group_error(state.epoch)
-        groups.finish()
+        return groups.finish()
 
     def epoch_closed(self) -> None:
         """Notes that the pass is no longer one of an open epoch, unless closing the epoch has failed."""

@@ -159,7 +159,7 @@ class UpdateGraphs:
         if returned is None:
             self._try(graph, micro_batch, numbers, before, *tensors)
             returned = graph.compile(*arguments)
-            self.draw = self.draw or graph.draws
+        self.draw = self.draw or graph.draws
         return returned
 
     def _try(self, graph: _Graph, micro_batch: Any, numbers: Tensor, before: Gathered | None, *tensors: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ignite_train.model.gradients import Gradients, may_trust_norm
-from ignite_train.model.memory_layout import as_gradient_of, gradient_dtype
+from ignite_train.model.memory_layout import gradient_dtype
 from ignite_train.ranks import collectives
 from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.data_ranks import DataRanks
@@ -170,10 +170,10 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor:
 
 def _with_local(parameter: nn.Parameter, values: Tensor) -> Tensor:
     """A gradient of `parameter`, of which these are this rank's numbers in the order of their indices."""
-    if not isinstance(parameter, DTensor):
-        return as_gradient_of(values, parameter)
     own = _local(parameter.detach())
     values = torch.empty_like(own, dtype=values.dtype).copy_(values.view(own.shape))
+    if not isinstance(parameter, DTensor):
+        return values
     mesh, placements = parameter.device_mesh, parameter.placements
     gradient: Tensor = DTensor.from_local(
         values, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()

@@ -125,7 +125,7 @@ class ForwardBackward:
         """Before the first forward of an update. Collective, where the user counts the samples of several losses."""
         guard = self.guard
         guard.num_updates = number = guard.num_updates + 1
-        guard.is_watching = number & (number - 1) == 0
+        guard.is_watching, guard.has_other_handlers = guard.has_other_handlers or number & (number - 1) == 0, False
         self._is_looked_at = guard.is_watching or not (self._first_look.is_over or self.is_other)
         if self.terms is not None:
             self.term_totals = self.terms.begin(group)

@@ -201,6 +201,7 @@ class Gather:
         """Chooses the work that the attached handlers need. Called whenever one is attached or removed."""
         self._is_guarded = trainer.has_handlers(_FORWARD_COMPLETED) or trainer.has_handlers(_BACKWARD_COMPLETED)
         self._is_started_heard = trainer.has_handlers(_MICRO_BATCH_STARTED)
+        self._guard.has_other_handlers = True
         self._on_backward = trainer.moments.on_backward
 
     def _take_part(self, trainer: Trainer) -> None:

@@ -44,12 +44,14 @@ class HandlerGuard:
 
     Attributes:
         num_updates: how many have begun in this process.
-        is_watching: whether the running one is the 1st, 2nd, 4th, 8th, ..., in which more is looked at.
+        is_watching: whether more is looked at in the running update: in the 1st, 2nd, 4th, 8th, ..., and in the first one with
+            other handlers than before.
+        has_other_handlers: whether the next update has.
     """
 
     def __init__(self, gradients: Gradients, optimizer: Optimizer | Optimizers, *, keeps_graph: bool) -> None:
         self._gradients, self._optimizer, self._keeps_graph = gradients, optimizer, keeps_graph
-        self.num_updates, self.is_watching = 0, False
+        self.num_updates, self.is_watching, self.has_other_handlers = 0, False, False
         self._has_warned = False
 
     @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from torch import Tensor, nn
 
 from ignite_train.internals.of_torch import version_of
@@ -90,7 +92,7 @@ class Buffers:
 
     Attributes:
         are_marked: the same; a `Checkpoint` sets it.
-        are_spoilt: whether an update was broken off that has changed them without a mark.
+        are_spoilt: whether an update was broken off without a mark, after they had changed since there is a trainer.
     """
 
     def __init__(self, module: nn.Module, *, are_marked: bool) -> None:
@@ -102,15 +104,17 @@ class Buffers:
         return Part(kept_at=FINITE, mark=self._rollback.mark if self.are_marked else None, put_back=self._put_back)
 
     def _put_back(self) -> None:
-        """Puts them back, or notes that they cannot be. They have moved if updates have moved them since there is a trainer."""
+        """Puts them back, or notes that they cannot be, if they have changed since there is a trainer."""
         if not self._rollback.roll_back():
             before, now = self._at_first, self._now()
             pairs = zip(before, now, strict=False)
             moved = len(before) != len(now) or any(one is not other or old != new for (one, old), (other, new) in pairs)
             self.are_spoilt |= moved
 
-    def _now(self) -> list[tuple[Tensor, int]]:
-        return [(buffer, -1 if buffer.is_inference() else version_of(buffer)) for buffer in self._module.buffers()]
+    def _now(self) -> list[tuple[weakref.ref[Tensor], int]]:
+        """Which they are, each with one reference as long as it lives, and how often each has changed."""
+        buffers = self._module.buffers()
+        return [(weakref.ref(one), -1 if one.is_inference() else version_of(one)) for one in buffers]
 
 
 class Scale:

@@ -549,6 +549,16 @@ def test_a_loader_that_lies_about_its_length(announced, given, accumulation_step
     assert trainer.state.epoch == 1
 
 
+def test_an_epoch_is_over_where_the_warning_of_its_length_is_an_error():
+    trainer, _ = make()
+    for epoch in (1, 2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning, match="correct its __len__"):
+                trainer.run(Lying(5, 4), max_epochs=3)
+        assert (trainer.state.epoch, trainer.state.iteration) == (epoch, 4 * epoch)
+
+
 def test_an_honest_loader_is_not_warned_of():
     """Neither the end of an epoch, nor a run that ends inside one, nor a resumed one is taken for a wrong length."""
     with warnings.catch_warnings():

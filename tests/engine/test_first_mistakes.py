@@ -372,6 +372,20 @@ def test_data_that_is_changed_after_the_last_of_many_micro_batches() -> None:
     assert trainer.state.num_steps == 0
 
 
+@pytest.mark.parametrize("event", ["MICRO_BATCH_STARTED", "BACKWARD_COMPLETED"])
+def test_a_mistake_of_a_handler_that_is_attached_later(event: str) -> None:
+    """It is looked at in the first update that it is there for, whatever the number of that is."""
+    _, _, trainer = make(summed)
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=5))
+    def attach(trainer: Trainer) -> None:
+        trainer.add_event_handler(EVENTS[event], clamp_data if event == "BACKWARD_COMPLETED" else penalty)
+
+    with pytest.raises(GradientAccessError, match=f"a handler of {event} must not change gradients"):
+        trainer.run(DATA * 4)
+    assert trainer.state.iteration == 5
+
+
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 @pytest.mark.parametrize("every", [2, 4, 8])
 @pytest.mark.parametrize("mistake", ["step", "backward"])
