@@ -177,13 +177,14 @@ class CheckpointWriter:
             CheckpointError: it failed.
         """
         if self.mirror is not None:
-            self.attempt(partial(self.mirror.send, self.directory, self.retention, collectives.gather_objects))
+            self.attempt(partial(self.mirror.send, self.directory, self.retention, collectives.gather_objects), place="mirror")
 
-    def attempt(self, work: Callable[[], object]) -> None:
+    def attempt(self, work: Callable[[], object], *, place: str = "disk") -> None:
         """Does something of what a save does, so that an error is found now. Collective.
 
         Args:
             work: raises a CheckpointError on all ranks if it fails on one.
+            place: where it fails, `"disk"` or `"mirror"`.
 
         Raises:
             CheckpointError: it failed.
@@ -191,7 +192,7 @@ class CheckpointWriter:
         try:
             work()
         except CheckpointError as error:
-            self._report(error, is_last=False)
+            self._report(error, is_last=False, place=place)
 
     def save(self, contents: Contents, manifest: Manifest, *, is_last: bool = False) -> None:
         """Waits for the save before, then takes a copy of the tensors and starts.
@@ -246,7 +247,7 @@ class CheckpointWriter:
         else:
             self._report(error, is_last=is_last, place=self._place)
 
-    def _report(self, error: BaseException, *, is_last: bool, place: str = "disk") -> None:
+    def _report(self, error: BaseException, *, is_last: bool, place: str) -> None:
         if not isinstance(error, Exception):  # Ctrl-C, in a save between runs
             raise error
         self._failures += 1

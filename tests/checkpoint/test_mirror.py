@@ -78,7 +78,7 @@ def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
-def train(directory: Path, url: str, *, updates: int = UPDATES, resume: Any = "auto", **options: Any) -> Trainer:
+def train(directory: Path, url: str | None, *, updates: int = UPDATES, resume: Any = "auto", **options: Any) -> Trainer:
     trainer, _ = build(directory, url, **options)
     trainer.run(loader(), max_iters=updates, resume=resume)
     return trainer
@@ -568,6 +568,17 @@ def test_a_mirror_that_cannot_be_reached_is_told_before_anything_is_trained(here
     ):
         trainer.run(loader(), max_iters=UPDATES)
     assert trainer.state.iteration == 0
+
+
+def test_a_start_that_cannot_copy_names_the_mirror(here: Path, store: Path) -> None:
+    """What is missing there is copied at the start; where that is the last failure allowed, the remedy is not on the disk."""
+    train(here, None, updates=2)
+    trainer, checkpoint = build(here, f"file://{store}", on_error="warn", give_up_after=1)
+    broken(checkpoint, fails_at(2))
+    with pytest.raises(
+        CheckpointError, match=r"copying update-00000002.* to the mirror .* give_up_after=1: make the mirror writable"
+    ):
+        trainer.run(loader(), max_iters=UPDATES)
 
 
 def test_a_store_that_may_not_be_removed_from_is_told_once(here: Path, store: Path, caplog: pytest.LogCaptureFixture) -> None:
