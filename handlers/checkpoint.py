@@ -327,7 +327,7 @@ class Checkpoint(Handler):
             self.restore(resume)
             self.saver.catch_up()
             yield
-            self._resumption.finish()
+            self._resumption.put_back_objects()  # where there was nothing to do, no event has done so
 
     def restore(self, resume: str | Path) -> None:
         """Puts the run back to the state that `resume` names. `trainer.run` calls it; see there. Collective.
@@ -350,7 +350,7 @@ class Checkpoint(Handler):
 
     def forget_resumed(self) -> None:
         """The run has got another state since it resumed: that of the checkpoint is not put back any more."""
-        self._resumption.finish()
+        self._resumption.forget()
 
     def _start(self, trainer: Trainer) -> None:
         """When `run` begins: prepares saving, and says what may not be exact."""

@@ -109,8 +109,8 @@ class Resumption:
             self._state.restore_objects()
             self._state = None
 
-    def finish(self) -> None:
-        """A run is over. What changes the run after it, such as the script, is not undone by the next one."""
+    def forget(self) -> None:
+        """The objects are not put back any more."""
         self._state = None
 
 

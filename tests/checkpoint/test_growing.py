@@ -67,6 +67,17 @@ def test_a_group_that_was_added_in_the_run_comes_back(update: int, adds_first: b
     assert trainer.state.iteration == 12
 
 
+def test_a_finished_run_has_its_groups_where_there_is_nothing_to_do(tmp_path: Path) -> None:
+    """No event comes in it: groups and moments are there afterwards, and a further run in the same script trains on bitwise."""
+    trainer, _ = script(tmp_path / "whole", 12)
+    trainer.run(LOADER, max_iters=15)
+    _, finished = script(tmp_path / "parts", 12)
+    resumed, again = script(tmp_path / "parts", 12, seed=5)
+    assert again == finished
+    resumed.run(LOADER, max_iters=15)
+    assert bit_by_bit(resumed.model.state_dict()) == bit_by_bit(trainer.model.state_dict())
+
+
 class Outer(torch.optim.Optimizer):
     """An optimizer around another one, with which it has its groups in common, as many implementations of SAM."""
 
