@@ -19,6 +19,7 @@ from ignite_train.engine.dispatch import Attachable, Stateful
 from ignite_train.internals.of_torch import buffers_of
 from ignite_train.model.averaged_tensors import plain_name
 from ignite_train.model.memory_layout import own_memory
+from ignite_train.model.optimizers import inner_optimizers
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -109,7 +110,7 @@ class SavedOptimizer:
     """An optimizer, whose state a checkpoint can hold, and which takes each value back as it was saved.
 
     The `state_dict` of one that has another inside, as SAM has its base optimizer, lacks the state of that one, which is saved
-    by itself. Where both share their groups they do so after loading too.
+    by itself.
 
     Args:
         optimizer: the same.
@@ -148,23 +149,14 @@ class SavedOptimizer:
 
         torch's `load_state_dict` gives each tensor of the state the dtype of its parameter, which loses bits of moments in
         float32 over weights in bfloat16, and makes other values of strings. An optimizer that overrides `load_state_dict`
-        decides itself; what only has been rounded, since it calls torch's, is put back. What an optimizer shares with one
-        inside it, the state or the parameter groups, it shares afterwards too.
+        decides itself; what only has been rounded, since it calls torch's, is put back. torch's also makes other objects of
+        the state and the groups. Here they stay the same, since an optimizer inside, or a handler, may hold them too.
         """
-        own = vars(self.optimizer)
-        shared = [
-            (inner, name, vars(inner)[name])
-            for inner in own.values()
-            if isinstance(inner, Optimizer) and inner is not self.optimizer
-            for name in ("state", "param_groups")
-            if vars(inner).get(name) is own.get(name)
-        ]
+        each = (*inner_optimizers(self.optimizer, with_own_state=False).values(), self.optimizer)
+        before = [(vars(one), name, vars(one)[name]) for one in each for name in {"state", "param_groups"} & vars(one).keys()]
         self._load(state_dict)
-        for inner, name, before in shared:
-            loaded, other = (self.optimizer, inner) if own[name] is not before else (inner, self.optimizer)
-            vars(other)[name] = vars(loaded)[name]
-        if self.outer is not None and self.shares_groups:
-            self.optimizer.param_groups = self.outer.param_groups
+        for attributes, name, there in before:
+            attributes[name] = _refilled(there, attributes[name])
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
         optimizer = self.optimizer
@@ -317,6 +309,19 @@ def _writable_buffers(module: nn.Module) -> Iterator[None]:
             own.copy_(copy[tuple(slice(size) for size in own.shape)])
             if torch.equal(buffer, copy):
                 owner[name] = buffer
+
+
+def _refilled(there: Any, loaded: Any) -> Any:
+    """The dictionary, or the list of dictionaries, `there`, with what is in `loaded`."""
+    if loaded is there or not isinstance(there, (dict, list)):
+        return loaded
+    if isinstance(there, list):
+        there[:] = [*map(_refilled, there, loaded), *loaded[len(there) :]]
+    else:
+        entries = dict(loaded)
+        there.clear()
+        there.update(entries)
+    return there
 
 
 def has_own_form(state_dict: Mapping[str, Any]) -> bool:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ignite.engine import Events
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ExponentialLR
 
 from bits import bit_by_bit
-from ignite_train import ForwardOutput, create_trainer
+from ignite_train import ForwardOutput, Trainer, create_trainer
 from ignite_train.checkpoint.reader import CheckpointReader
-from ignite_train.handlers import Checkpoint
+from ignite_train.handlers import Checkpoint, LearningRateSchedule
 
 X = torch.linspace(-1, 1, 96).reshape(12, 8).cos()
 LOADER = [X[i : i + 3] for i in range(0, 12, 3)]
@@ -96,6 +99,52 @@ def test_an_optimizer_inside_another_goes_on_bitwise(kind: Any, several: bool, t
     """Its moments are in the checkpoint, though the state of the outer one does not have them."""
     whole = train(tmp_path / "whole", [7], kind, several)
     assert train(tmp_path / "parts", [3, 7], kind, several) == whole
+
+
+class SharingEachGroup(Lookahead):
+    """Has a list of its own, of the groups of the optimizer inside: so torch's constructor makes it."""
+
+    def step(self) -> None:  # type: ignore[override]
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [SharingEachGroup, Sharing, OwnForm])
+def test_a_schedule_reaches_the_optimizer_inside_after_resuming(kind: Any, tmp_path: Path) -> None:
+    """It sets the rates in the groups of the outer one, which are those of the inner one."""
+
+    def run(directory: Path, *limits: int) -> Any:
+        for limit in limits:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+            optimizer = kind([*model.parameters()])
+            trainer = create_trainer(model, optimizer, forward)
+            LearningRateSchedule(ExponentialLR(optimizer, 0.7)).attach(trainer)
+            Checkpoint(directory, every=1).attach(trainer)
+            trainer.run(LOADER, max_iters=limit)
+        assert optimizer.param_groups[0] is optimizer.optimizer.param_groups[0]
+        return bit_by_bit(model.state_dict())
+
+    assert run(tmp_path / "parts", 3, 7) == run(tmp_path / "whole", 7)
+
+
+def test_a_group_that_a_handler_holds_is_that_of_the_optimizer_after_resuming(tmp_path: Path) -> None:
+    """The constructor takes the dictionary itself, and a handler may set its rate."""
+
+    def run(directory: Path, *limits: int) -> Any:
+        for limit in limits:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+            body = {"params": [*model[0].parameters()], "lr": 0.05}
+            trainer = create_trainer(model, torch.optim.Adam([body, {"params": [*model[1].parameters()]}]), forward)
+            trainer.add_event_handler(Events.ITERATION_COMPLETED, partial(set_rate, body))
+            Checkpoint(directory, every=1).attach(trainer)
+            trainer.run(LOADER, max_iters=limit)
+        return bit_by_bit(model.state_dict())
+
+    def set_rate(group: dict[str, Any], trainer: Trainer) -> None:
+        group["lr"] = 0.05 / trainer.state.iteration
+
+    assert run(tmp_path / "parts", 3, 7) == run(tmp_path / "whole", 7)
 
 
 def test_an_optimizer_that_is_stepped_itself_is_saved_once(tmp_path: Path) -> None:
