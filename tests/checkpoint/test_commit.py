@@ -974,6 +974,28 @@ def test_a_run_that_is_told_to_stop_writes_its_state_once(tmp_path, build, micro
     assert names(tmp_path) == ["update-00000001", "update-00000002", "update-00000003"]
 
 
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_stopped_run_is_saved_before_the_handlers_of_its_end_and_after_them_if_asked(tmp_path, build, micro_batches, asks):
+    """The first is what an undisturbed run continues from; a handler that changes something may want it otherwise."""
+    setup, saver, disk = _ends(build, tmp_path, micro_batches, every=1, keep=9)
+    setup.trainer.add_event_handler(TrainEvents.GRADIENTS_READY(once=3), lambda engine: engine.terminate())
+    before: list[torch.Tensor] = []
+
+    @setup.trainer.on(Events.COMPLETED)
+    def change() -> None:
+        before.append(setup.model[2].bias.detach().clone())
+        with torch.no_grad():
+            setup.model[2].bias.neg_()
+        if asks:
+            saver.save()
+
+    setup.trainer.run(micro_batches, max_epochs=1)
+    assert disk.tensors() == ["write rank-00000.safetensors"] * (3 + asks)
+    with CheckpointReader(max(tmp_path.glob("update-00000003*"))) as stored:
+        saved = stored.read("model")["2.bias"]
+    assert torch.equal(saved, setup.model[2].bias if asks else before[0])
+
+
 # --- two ranks ---
 
 
