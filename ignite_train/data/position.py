@@ -274,12 +274,13 @@ class DataPosition:
         if self._stateful is not None and self._has_state_of_same_kind(saved):
             self._opening = dict(saved["opening"])
             self._set_own_generators(self._opening["own"])  # its sampler may be opened again and read past
-            self._stateful.load_state_dict(copy.deepcopy(saved["loader"]))
             self.has_restored = True
             self._notes, self._own_after = [(saved["loader"], None)] * 2, saved["generators"]
             self.at_end = saved["exhausted"]
-            if self.at_end:  # do not read on: some loaders have begun the next pass, others would repeat one
-                open_loader(self._loader)
+            if self.at_end:
+                self._go_past(saved["loader"])
+            else:
+                self._stateful.load_state_dict(copy.deepcopy(saved["loader"]))
             return
         self.reads_past = True
         self._warn_of_other_workers(saved)
@@ -291,8 +292,7 @@ class DataPosition:
         same_ranks = saved.get("world_size") == self._num_ranks
         if self._stateful is not None and same_ranks and self._has_state_of_same_kind(saved):
             before = capture_random_state()
-            self._stateful.load_state_dict(copy.deepcopy(saved["loader"]))
-            open_loader(self._loader)  # this continues the earlier pass, so that the next one is new
+            self._go_past(saved["loader"])
             restore_random_state(before)
         elif self._stateful is not None and saved.get("loader") is not None and not same_ranks and collectives.is_main_rank():
             _logger.warning(
@@ -302,6 +302,19 @@ class DataPosition:
             )
         if saved.get("world_size", self._num_ranks) == self._num_ranks:
             self._set_own_generators(saved.get("generators", {}))
+
+    def _go_past(self, state: Any) -> None:
+        """Puts the loader back to the end of a pass, so that the next one that is opened is new.
+
+        Some loaders end that pass where it is opened, and generators only where it is read. A loader that gives something then
+        has begun the next pass already, and is put back.
+        """
+        assert self._stateful is not None  # noqa: S101  # there is its state
+        for reads in (False,) if isinstance(self._loader, Iterator) else (True, False):  # an iterator has one pass
+            self._stateful.load_state_dict(copy.deepcopy(state))
+            opened = open_loader(self._loader)
+            if reads and next(opened, self) is self:
+                return
 
     def _has_state_of_same_kind(self, saved: Mapping[str, Any]) -> bool:
         """Whether there is the state of a loader, and not one that another kind of loader has written."""

@@ -52,7 +52,6 @@ class Stream:
         self._micro_batches: Iterator[Any] | None = None  # None: the pass has not been begun, or has ended
         self._place: DataPosition | None = None
         self._ended = False
-        self._is_after_end = False  # the loader was put back to the end of a pass, and has given nothing since then
         self._start: Mapping[str, Any] = {}  # the place at which the next pass begins
         self._is_broken = False  # reading has raised an error, so that the iterator may be past what it did not give
 
@@ -67,11 +66,7 @@ class Stream:
             if micro_batch is not self:
                 self._given += 1
                 self._since_found += 1
-                self._is_after_end = False
                 return micro_batch
-            if self._is_after_end and not self._given:  # it has only come to the end of the pass before
-                self._is_after_end, self._micro_batches = False, None
-                continue
             self._end_pass()
         raise StopIteration
 
@@ -91,7 +86,7 @@ class Stream:
         self.pause()
         self.data, self._ended = data, False
         self._micro_batches = self._place = None
-        self._given, self._since_found, self._start, self._is_after_end = 0, 0, {}, False
+        self._given, self._since_found, self._start = 0, 0, {}
 
     def pause(self) -> None:
         """Ends the thread that reads the loader, if there is one; reading on starts another."""
@@ -137,7 +132,6 @@ class Stream:
         self._place, self._since_found = DataPosition(self.data), 0
         self._place.find(saved, self._given)
         self._start = {}
-        self._is_after_end |= self._place.at_end
         self._micro_batches = iter(()) if self._place.at_end else open_loader(self.data)
         if self._place.reads_past:
             for _ in range(self._given):

@@ -478,22 +478,42 @@ class PermutingAtOnce(Permuting):
         return super().__iter__()
 
 
+class Continuing:
+    """Begins each pass from its start; after loading it continues once where it was, in a generator."""
+
+    def __init__(self) -> None:
+        self.given = self.resumes_at = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[Tensor]:
+        begin, self.resumes_at = self.resumes_at, 0
+        for self.given in range(begin + 1, 5):
+            yield torch.tensor([float(self.given)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.given = self.resumes_at = state_dict["given"]
+
+
 STREAMS: dict[str, Callable[[], Any]] = {
     "drawn": lambda: DataLoader(torch.arange(4), 1, shuffle=True),
     "drawn, own generator": lambda: DataLoader(torch.arange(4), 1, shuffle=True, generator=torch.Generator().manual_seed(3)),
     "resumable": lambda: ResumableLoader(torch.arange(4), 1, shuffle=True, seed=3),
     "stateful": lambda: StatefulDataLoader(torch.arange(4), 1, shuffle=True, generator=torch.Generator().manual_seed(3)),
     "with a state": Remembering,
+    "with a state, continuing once": Continuing,
     "with an order in its state": Permuting,
     "with an order in its state, anew": PermutingAnew,
     "with an order in its state, at once": PermutingAtOnce,
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", STREAMS)
-def test_with_epoch_length_a_run_resumes_bitwise(kind: str, tmp_path: Path) -> None:
-    """After any update: the same samples, and the same numbers that forward draws; also at the end of a pass."""
+def harmful_cuts(make_loader: Callable[[], Any], directory: Path, *, every: int | None = None, **options: Any) -> list[int]:
+    """The updates after which a run of 11 cannot be broken off and resumed without ending with other bits."""
 
     def train(*stops: int) -> list[Any]:
         seen: list[Any] = []
@@ -506,12 +526,27 @@ def test_with_epoch_length_a_run_resumes_bitwise(kind: str, tmp_path: Path) -> N
             torch.manual_seed(1)
             model = nn.Linear(1, 1)
             trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
-            Checkpoint(tmp_path / str(stops)).attach(trainer)
-            trainer.run(STREAMS[kind](), max_iters=updates, epoch_length=3)
+            Checkpoint(directory / str(stops), every=every).attach(trainer)
+            trainer.run(make_loader(), max_iters=updates, **options)
         return [*seen, *model.weight.flatten().tolist()]
 
     whole = train()
-    assert [stop for stop in range(1, 11) if train(stop) != whole] == []
+    return [stop for stop in range(1, 11) if train(stop) != whole]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STREAMS)
+def test_with_epoch_length_a_run_resumes_bitwise(kind: str, tmp_path: Path) -> None:
+    """After any update: the same samples, and the same numbers that forward draws; also at the end of a pass."""
+    assert harmful_cuts(STREAMS[kind], tmp_path, epoch_length=3) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [None, 1])
+@pytest.mark.parametrize("kind", ["with a state", "with a state, continuing once", "with an order in its state, anew"])
+def test_a_generator_with_a_state_resumes_bitwise(kind: str, every: int | None, tmp_path: Path) -> None:
+    """Also after the last micro-batch of an epoch, where a generator ends the earlier pass only when it is read."""
+    assert harmful_cuts(STREAMS[kind], tmp_path, every=every) == []
 
 
 class Stumbling:
