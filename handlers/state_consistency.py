@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from inspect import signature
 from numbers import Number
 from typing import Any, NamedTuple, Protocol
 
@@ -136,8 +137,8 @@ class StateConsistency(PiggybackHandler):
         optimizer: its optimizer, or several as `create_trainer` takes them.
         scheduler: the learning-rate schedule; any object with a `state_dict`.
         own_buffers: names of buffers that each rank fills from its own data; they are left out too.
-        optimizer_state: whether the optimizer's state is compared. Without it a check costs less, and a moment that differs is
-            found by the parameters that it has moved.
+        optimizer_state: whether the optimizer's state is compared, with what it keeps in its groups beside the arguments of its
+            class. Without it a check costs less, and a moment that differs is found by the parameters that it has moved.
 
     Raises:
         TypeError: `model` is not a module, or `optimizer` not an optimizer.
@@ -297,9 +298,12 @@ class StateConsistency(PiggybackHandler):
         """Tensors and values of one optimizer by name."""
         for parameter, entries in optimizer.state.items() if self.optimizer_state else ():
             yield from _flatten(entries, "optimizer ", f" of {names.get(parameter, 'a parameter outside of the model')}")
+        # What else is in a group is state too: the steps that the optimizer has counted, or a rate that it has estimated.
+        settings = {"lr", *signature(type(optimizer)).parameters}
         for index, group in enumerate(optimizer.param_groups):
-            settings = {"learning rate" if key == "lr" else key: entry for key, entry in group.items() if key != "params"}
-            yield from _flatten(settings, after=f" of group {index}{of}")
+            keys = [key for key in group if key != "params" and (self.optimizer_state or key in settings)]
+            entries = {"learning rate" if key == "lr" else key: group[key] for key in keys}
+            yield from _flatten(entries, after=f" of group {index}{of}")
 
 
 def _flatten(entries: Mapping[Any, Any], before: str = "", after: str = "") -> Iterator[tuple[str, Any]]:

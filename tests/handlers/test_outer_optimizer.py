@@ -790,6 +790,44 @@ def test_by_default_an_outer_step_that_differs_is_an_error() -> None:
         run_ranks(_changed_on_one_rank)
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in its group, as the optimizers of schedulefree do."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.param_groups[0]["k"] = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["k"] += 1
+        return super().step(closure)
+
+
+def _counted_with_a_skip(changed: str) -> tuple[int, str]:
+    """Rank 1 skips the second update alone; `changed` is a setting that it then has otherwise."""
+    model = linear()
+    inner = Counting(model.parameters(), lr=RATE)
+    trainer = create_trainer(model, inner, forward, options=UpdateOptions(reduction="local", on_nonfinite="skip"))
+    OuterOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), every=H).attach(trainer)
+    data = share()
+    if idist.get_rank():
+        data[1] = data[1] * BAD
+        inner.param_groups[0].update({changed: 0.125} if changed else {})
+    try:
+        trainer.run(data, max_iters=2 * H)
+    except StateMismatchError as error:
+        return inner.param_groups[0]["k"], str(error)
+    return inner.param_groups[0]["k"], ""
+
+
+@pytest.mark.slow
+def test_steps_that_an_optimizer_counts_in_its_group_may_differ() -> None:
+    """A rank that skips alone has made fewer. A learning rate that differs is an error all the same."""
+    assert run_ranks(_counted_with_a_skip, "") == [(2 * H, ""), (2 * H - 1, "")]
+    assert {message.partition(";")[0] for _, message in run_ranks(_counted_with_a_skip, "lr")} == {
+        f"update {H}: the ranks differ in learning rate of group 0"
+    }
+
+
 def _skipped_by_a_handler() -> list[Any]:
     """A handler changes the gradients of one rank so that they are not finite."""
     trainer, _ = make("local", options={"on_nonfinite": "skip"})
