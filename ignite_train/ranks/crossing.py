@@ -59,10 +59,10 @@ class Crossing:
         """
         return 0
 
-    def take_part(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
-        """On a rank that lacks a micro-batch: a loss whose backward takes part in what others reduce in theirs. Collective.
+    def take_part(self, loss_of: Callable[[Any], Tensor], backward: Callable[[Tensor], object]) -> None:
+        """On a rank that lacks a micro-batch: makes a loss whose `backward` takes part in what others reduce in theirs.
 
-        `loss_of` runs the user's forward on a micro-batch, for those who cannot do without.
+        Collective. `loss_of` runs the user's forward on a micro-batch, for those who cannot do without.
         """
         raise NotImplementedError
 

@@ -77,7 +77,7 @@ class DDPCrossing(Crossing):
         self._first_buffers.begin()
         return 0 if group else 1
 
-    def take_part(self, loss_of: Callable[[Any], Tensor]) -> Tensor:  # noqa: ARG002
+    def take_part(self, loss_of: Callable[[Any], Tensor], backward: Callable[[Tensor], object]) -> None:  # noqa: ARG002
         """Goes through DDP's forward, with its collectives, to a graph that reaches each parameter without a gradient.
 
         DDP takes what is missing for zero, or, where it looks for unused parameters, for unused on this rank. The module inside
@@ -96,7 +96,7 @@ class DDPCrossing(Crossing):
             loss: Tensor = DistributedDataParallel.forward(ddp)  # type: ignore[no-untyped-call]
         finally:
             ddp.module = module
-        return loss
+        backward(loss)
 
     def start(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients, loss: Tensor) -> None:
         """Starts the statistics, ahead of the gradients' buckets on every rank.

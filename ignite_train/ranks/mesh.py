@@ -79,9 +79,9 @@ class MeshCrossing(Crossing):
                 return max_micro_batches - len(group)
         return max_micro_batches - len(group) if self._placeholders.choose(group) else 0
 
-    def take_part(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
+    def take_part(self, loss_of: Callable[[Any], Tensor], backward: Callable[[Tensor], object]) -> None:
         """Runs the forward of a micro-batch that does not count; its backward adds zeros. Collective, as any forward."""
-        return self._placeholders.loss(loss_of)
+        self._placeholders.run(loss_of, backward)
 
     def finish(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> None:
         """Sums what is left to sum, and starts the statistics, with this rank's share of the squared norm."""

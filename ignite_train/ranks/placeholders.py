@@ -81,20 +81,21 @@ class Placeholders:
         if applied:
             self._applied = self._chosen
 
-    def loss(self, loss_of: Callable[[Any], Tensor], *, gives_zeros: bool = True) -> Tensor:
-        """Runs forward on the chosen micro-batch, whose loss has a gradient of zero.
+    def run(self, loss_of: Callable[[Any], Tensor], backward: Callable[[Tensor], object], *, gives_zeros: bool = True) -> None:
+        """Runs forward and backward on the chosen micro-batch, whose loss has a gradient of zero.
 
-        What others' losses make of it, through collectives in forward, reaches this rank's parameters all the same.
+        What others' losses make of it, through collectives in forward, reaches this rank's parameters all the same. Things are
+        put back after backward, which refuses to read what has been written to since forward, such as a running mean.
 
         Args:
             loss_of: runs forward and gives the loss.
+            backward: runs backward from it.
             gives_zeros: backward goes through forward with zeros; or else with no gradients, which torch's operators pass on as
                 such, functions that have a collective in backward take for zeros, and hooks are given as None.
         """
         before = self._forward_state.mark()
-        loss: Tensor = _WithoutGradient.apply(loss_of(next(self._borrowed, self._chosen)), gives_zeros)  # type: ignore[no-untyped-call]
+        backward(_WithoutGradient.apply(loss_of(next(self._borrowed, self._chosen)), gives_zeros))  # type: ignore[no-untyped-call]
         self._forward_state.put_back(before)
-        return loss
 
 
 def borrowed_micro_batch(own: Any, earlier: Any = None) -> Any:
@@ -155,15 +156,16 @@ class PlaceholderCrossing(Crossing):
         # where no rank has any, DDP still needs a backward, in which it reduces and before which the statistics leave
         return max(max_micro_batches - len(group), without_placeholders)
 
-    def take_part(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
-        """Runs the forward of a placeholder. Collective, as the user's forward is."""
+    def take_part(self, loss_of: Callable[[Any], Tensor], backward: Callable[[Tensor], object]) -> None:
+        """Runs forward and backward of a placeholder. Collective, as the user's forward is."""
         if not self._has_placeholder:
-            return self._crossing.take_part(loss_of)
-        if isinstance(self._crossing, DDPCrossing):
-            return self._placeholders.loss(loss_of, gives_zeros=not self._crossing.tells_unused)
-        if self._without_gradient is None:
-            self._without_gradient = [parameter for parameter in self.module.parameters() if parameter.grad is None]
-        return self._placeholders.loss(loss_of)
+            self._crossing.take_part(loss_of, backward)
+        elif isinstance(self._crossing, DDPCrossing):
+            self._placeholders.run(loss_of, backward, gives_zeros=not self._crossing.tells_unused)
+        else:
+            if self._without_gradient is None:
+                self._without_gradient = [parameter for parameter in self.module.parameters() if parameter.grad is None]
+            self._placeholders.run(loss_of, backward)
 
     def start(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients, loss: Tensor) -> None:
         """See `Crossing`."""

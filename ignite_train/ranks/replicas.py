@@ -170,9 +170,9 @@ class SmallReplicasCrossing(ReplicasCrossing):
         self._first_buffers.begin()
         return 0 if group else int(self._first_buffers.cross)
 
-    def take_part(self, loss_of: Callable[[Any], Tensor]) -> Tensor:  # noqa: ARG002
-        """A loss that depends on nothing: what there is to take part in, the context has done."""
-        return torch.zeros((), requires_grad=True)
+    def take_part(self, loss_of: Callable[[Any], Tensor], backward: Callable[[Tensor], object]) -> None:  # noqa: ARG002
+        """With a loss that depends on nothing: what there is to take part in, the context has done."""
+        backward(torch.zeros((), requires_grad=True))
 
     def context(self, *, last: bool) -> AbstractContextManager[Any]:
         """DDP's `no_sync`, for each backward. Collective, where there are buffers.

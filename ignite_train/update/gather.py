@@ -214,13 +214,16 @@ class Gather:
 
     def _run_placeholder(self, outgoing: Outgoing, *, last: bool) -> None:
         """In place of a micro-batch that this rank does not have: joins the collectives of the other ranks, in their order."""
-        with self.crossing.context(last=last):
-            zero = self.crossing.take_part(lambda micro_batch: self.passes.forward(micro_batch).loss)
+
+        def backward(zero: Tensor) -> None:
             if self.passes.awaits_size:
                 self.passes.agree_on_scale(0.0)
             if last:
                 self.crossing.start(outgoing, self.statistics, self.gradients, zero)
             torch.autograd.backward(zero)
+
+        with self.crossing.context(last=last):
+            self.crossing.take_part(lambda micro_batch: self.passes.forward(micro_batch).loss, backward)
 
 
 def _replaced_too_late(batch: Any) -> TypeError:

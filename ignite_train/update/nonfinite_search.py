@@ -126,6 +126,6 @@ class NonFiniteSearch:
         # On several ranks each goes through its whole group: forward may have collectives that this library cannot see.
         found = find_nonfinite(module, micro_batches, self._loss_of, all_of_them=collectives.world_size() > 1)
         for _ in range(0 if self._crossing.forward_is_local else num_placeholders):
-            torch.autograd.backward(self._crossing.take_part(self._loss_of))
+            self._crossing.take_part(self._loss_of, torch.autograd.backward)
         self._forward_state.put_back(now)
         return found

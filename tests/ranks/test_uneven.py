@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Literal
@@ -185,6 +186,28 @@ def test_a_placeholder_keeps_ranks_in_step(accumulation_steps: int, way: str, si
         assert result["forwards"] == 3
         assert (result["calls"], result["carried"]) == (3 - rank, 3 - rank)
         assert result["next draw"] == draw_after(3 - rank)
+
+
+def normed(way: str) -> tuple[bool, int]:
+    """Three micro-batches and two: whether this rank has the running statistics of its own, and how many those are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(cuts.FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).double()
+    alone, mine = copy.deepcopy(model), data((3, 2))[idist.get_rank()]
+    wrapped = DistributedDataParallel(model, broadcast_buffers=False) if way == "ddp" else model
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.0)
+    options = UpdateOptions(reduction="ddp" if way == "ddp" else "explicit", uneven="replay")
+    create_trainer(wrapped, optimizer, cuts.forward, options=options).run(mine, max_epochs=1)
+    for x, *_ in mine:
+        alone(x)
+    batches: Any = model[1].num_batches_tracked
+    return all(map(torch.equal, model.buffers(), alone.buffers())), int(batches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_a_placeholder_goes_through_a_batch_normalisation(way: str) -> None:
+    """Its backward reads the running statistics, which are put back after it, bit by bit."""
+    assert run_ranks(normed, way) == [(True, 3), (True, 2)]
 
 
 def train_in_step(accumulation_steps: int, way: str, sized: bool) -> dict[str, Any]:
