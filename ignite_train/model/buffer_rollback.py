@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,12 +11,13 @@ from torch import Tensor, nn
 
 from ignite_train.internals.of_torch import buffers_of, foreach_copy_
 from ignite_train.model.memory_layout import own_memory
+from ignite_train.model.objects_used import objects_used
 
 __all__ = ["BufferRollback"]
 
 
 class BufferRollback:
-    """Remembers the buffers of a module, and puts them back.
+    """Remembers the buffers of a module, and of others that forward refers to, and puts them back.
 
     In an update that is skipped, a micro-batch that is not finite may have made running means NaN, for good: gradients of later
     updates would be finite, and what is evaluated would not. A buffer that forward assigns, as in
@@ -23,10 +25,14 @@ class BufferRollback:
 
     Args:
         module: whose buffers.
+        forward: the user's; the modules in training mode that it refers to, such as a teacher, are looked for in the marks 1,
+            2, 4, 8, .... Those in evaluation mode, such as a reference model, would be copied in vain.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, forward: Any = None) -> None:
+        self._module, self._forward = module, forward
+        self._used: list[nn.Module] = []  # by forward, besides those in `module`
+        self._num_marks = 0
         self._owners: list[tuple[Any, Mapping[str, Tensor | None]]] = []
         self._copied: list[Tensor] = []
         self._copies: list[Tensor] = []  # of each buffer; written again where the buffers are the same ones
@@ -34,7 +40,11 @@ class BufferRollback:
     @torch.no_grad()
     def mark(self) -> None:
         """Remembers them as they are now."""
-        self._owners = [(owner, {**owner}) for module in self._module.modules() if (owner := buffers_of(module))]
+        self._num_marks += 1
+        if self._forward is not None and not self._num_marks & (self._num_marks - 1):
+            self._find_used()
+        modules = chain(self._module.modules(), self._used)
+        self._owners = [(owner, {**owner}) for module in modules if (owner := buffers_of(module))]
         buffers = [*{id(one): one for _, own in self._owners for one in own.values() if one is not None}.values()]
         if not buffers:
             return
@@ -42,6 +52,12 @@ class BufferRollback:
             foreach_copy_(self._copies, buffers)
         else:
             self._copied, self._copies = buffers, [own_memory(buffer).clone() for buffer in buffers]
+
+    def _find_used(self) -> None:
+        used = [one for one in objects_used([self._forward, self._module]) if isinstance(one, nn.Module)]
+        known = {*self._module.modules()}
+        modules = dict.fromkeys(one for owner in used for one in owner.modules())
+        self._used = [one for one in modules if one.training and one not in known]
 
     def _has_copies_for(self, buffers: list[Tensor]) -> bool:
         return len(buffers) == len(self._copied) and all(

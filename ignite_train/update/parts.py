@@ -6,6 +6,7 @@ import weakref
 
 from torch import Tensor, nn
 
+from ignite_train.forward import BoundForward
 from ignite_train.internals.of_torch import version_of
 from ignite_train.model.buffer_rollback import BufferRollback
 from ignite_train.model.gradients import Gradients
@@ -43,7 +44,7 @@ class Parts:
         self._passes, self._gradients, self.search, self.statistics = passes, gradients, search, [statistics]
         self.counters, self.scale = Counters(passes.state, ending), Scale(passes.loss_scaling, ending)
         skips = passes.loss_scaling.enabled or passes.options.on_nonfinite == "skip"
-        self.buffers = Buffers(passes.module, are_marked=skips)
+        self.buffers = Buffers(passes.module, passes.user_forward, are_marked=skips)
 
     def mark_everything(self) -> list[Part]:
         """The parts by which each update to come remembers what one that is broken off has to put back."""
@@ -84,20 +85,24 @@ class Parts:
 
 
 class Buffers:
-    """The model's buffers. A forward that was not finite has spoilt running statistics; one that is repeated moves them again.
+    """The buffers that forward may move: those of the model, and of modules that it refers to, such as a teacher.
+
+    A forward that was not finite has spoilt running statistics; one that is repeated moves them again.
 
     Args:
-        module: whose buffers.
+        module: the model.
+        forward: the user's.
         are_marked: whether they are copied in each update.
 
     Attributes:
         are_marked: the same; a `Checkpoint` sets it.
-        are_spoilt: whether an update was broken off without a mark, after they had changed since there is a trainer.
+        are_spoilt: whether an update was broken off without a mark, after those of the model had changed since the trainer was
+            made.
     """
 
-    def __init__(self, module: nn.Module, *, are_marked: bool) -> None:
+    def __init__(self, module: nn.Module, forward: BoundForward, *, are_marked: bool) -> None:
         self._module, self.are_marked, self.are_spoilt = module, are_marked, False
-        self._rollback, self._at_first = BufferRollback(module), self._now()
+        self._rollback, self._at_first = BufferRollback(module, forward), self._now()
 
     def part(self) -> Part:
         """What is to be done in each update; another where `are_marked` has changed."""

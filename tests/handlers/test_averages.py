@@ -242,6 +242,39 @@ def test_a_teacher_may_have_statistics_of_its_own(own: bool, tmp_path: Path) -> 
     assert bit_by_bit(resumed.state_dict()) == bit_by_bit(whole.state_dict())
 
 
+def test_an_update_that_is_repeated_moves_the_statistics_of_a_teacher_once(tmp_path: Path) -> None:
+    """One that broke off has moved them in its forward; where a checkpoint is attached they are put back, as the student's."""
+
+    def start(breaks: bool) -> nn.Module:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
+        teacher = copy.deepcopy(model)
+
+        def both(model: nn.Module, x: Tensor) -> ForwardOutput:
+            with torch.no_grad():
+                target = teacher(x + 1)
+            return ForwardOutput((model(x) - target - 1).square().sum(), sample_size=len(x))
+
+        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), both)
+        MomentumTeacher(teacher, model, 0.9, own_statistics=True).attach(trainer)
+        Checkpoint(tmp_path / str(breaks), every=2).attach(trainer)
+
+        @trainer.on(TrainEvents.BACKWARD_COMPLETED(once=3))
+        def stop() -> None:
+            if breaks and not stops:
+                stops.append(3)
+                raise ConnectionError
+
+        stops = list[int]()
+        if breaks:
+            with pytest.raises(ConnectionError):
+                trainer.run(DATA, max_epochs=1)
+        trainer.run(DATA, max_epochs=1)
+        return teacher
+
+    assert bit_by_bit(start(breaks=True).state_dict()) == bit_by_bit(start(breaks=False).state_dict())
+
+
 class Spectral(nn.Module):
     """Has a parameter of complex numbers."""
 

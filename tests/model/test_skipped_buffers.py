@@ -1,4 +1,4 @@
-"""What an update that is skipped leaves in the buffers of the model: nothing; and what is said where they stay spoilt."""
+"""What an update that is skipped leaves in the buffers that forward moves: nothing; and what is said where they stay spoilt."""
 
 from __future__ import annotations
 
@@ -65,6 +65,27 @@ def test_buffers_are_those_of_a_loop_without_the_bad_micro_batch(way: str) -> No
     assert (trainer.state.num_steps, trainer.state.num_skipped) == (4, 1)
     for name, value in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_buffers_of_a_teacher_are_put_back_too(way: str) -> None:
+    """Of a module that forward refers to: one that normalises by its own micro-batches, as in Mean Teacher and BYOL."""
+    data = [torch.randn(8, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    model, optimizer = made()
+    teacher, expected = made()[0], made()[0]
+    for x in data:
+        expected(x)
+
+    def follow(model: nn.Module, x: Tensor) -> ForwardOutput:
+        with torch.no_grad():
+            target = teacher(x)
+        return ForwardOutput((model(x) - target).square().sum(), len(x))
+
+    trainer = create_trainer(model, optimizer, follow, **WAYS[way])
+    trainer.run([*data[:2], data[0] * math.nan, *data[2:]], max_epochs=1)
+    assert trainer.state.num_skipped == 1
+    for name, value in expected.state_dict().items():
+        assert torch.equal(teacher.state_dict()[name], value), name
 
 
 @pytest.mark.parametrize("spoils", [True, False], ids=["in the data", "in the loss"])
