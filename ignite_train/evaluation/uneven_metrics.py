@@ -28,7 +28,7 @@ def metrics_published_at(engine: Engine, event: Any) -> dict[str, Metric]:
 
 
 @contextmanager
-def uneven_metrics(engine: Engine, *, has_data: bool) -> Iterator[None]:
+def uneven_metrics(engine: Engine, *, has_data: bool) -> Iterator[bool]:
     """Within it, the metrics that `engine` publishes at EPOCH_COMPLETED are those of the samples of all ranks. Collective.
 
     Ignite's metrics reduce themselves when they compute, by collectives that need the same shape on each rank; a rank without
@@ -41,22 +41,26 @@ def uneven_metrics(engine: Engine, *, has_data: bool) -> Iterator[None]:
         engine: whose metrics they are.
         has_data: whether the metrics have seen a micro-batch on this rank.
 
+    Yields:
+        Whether there is something to compute: metrics have seen a micro-batch on some rank, or there are none.
+
     Raises:
         ValueError: the ranks attached different metrics, or a metric could not be computed on one; the same on all ranks.
     """
     metrics = metrics_published_at(engine, Events.EPOCH_COMPLETED)
     if collectives.world_size() == 1 or not metrics:
-        yield
+        yield has_data or not metrics
         return
     everyones = collectives.gather_objects((has_data, [(name, type(metric).__name__) for name, metric in metrics.items()]))
     if any(theirs != everyones[0][1] for _, theirs in everyones):
         table = ", ".join(f"rank {rank}: {[name for name, _ in theirs]}" for rank, (_, theirs) in enumerate(everyones))
         raise ValueError(f"metrics must be attached alike on all ranks, since they reduce together, got {table}")
-    ranks = [rank for rank, (has, _) in enumerate(everyones) if has] or [*range(len(everyones))]
+    with_data = [rank for rank, (has, _) in enumerate(everyones) if has]
+    ranks = with_data or [*range(len(everyones))]
     try:
         for name, metric in metrics.items():
             vars(metric)["compute"] = _Together(name, metric, ranks)
-        yield
+        yield bool(with_data)
     finally:
         for metric in metrics.values():
             vars(metric).pop("compute", None)

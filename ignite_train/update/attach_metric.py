@@ -29,9 +29,9 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
     The metric sees the `outputs` of each micro-batch that had its effect: a micro-batch that ran out of memory and
     was dropped or halved, an update that was skipped, and an update that broke off and is repeated leave no trace. It is reset
     when an epoch begins, computed when it ends, and in every checkpoint; a run that resumes on another number of ranks starts
-    it from the beginning, and logs a warning. Collective at the end of an epoch: attach it on all ranks. Predictions are
-    those before the step, in training mode. They are kept without their graphs until the end of the update, which costs their
-    memory.
+    it from the beginning, and logs a warning. After an epoch whose updates were all skipped it is left out, and a warning says
+    so. Collective at the end of an epoch: attach it on all ranks. Predictions are those before the step, in training mode. They
+    are kept without their graphs until the end of the update, which costs their memory.
 
     Args:
         trainer: whose `forward` returns `ForwardOutput(..., outputs=...)`.
@@ -121,10 +121,21 @@ class _MetricOfTraining:
             )
 
     def end_epoch(self, trainer: Trainer) -> None:
-        """Publishes the metric."""
-        with uneven_metrics(self._engine, has_data=self._num_seen > 0):
-            self._engine.fire_event(Events.EPOCH_COMPLETED)
-        trainer.state.metrics.update(self._engine.state.metrics)
+        """Publishes the metric, or takes that of the epoch before away where no update had an effect."""
+        with uneven_metrics(self._engine, has_data=self._num_seen > 0) as is_computable:
+            if is_computable:
+                self._engine.fire_event(Events.EPOCH_COMPLETED)
+                trainer.state.metrics.update(self._engine.state.metrics)
+                return
+        for name in self._engine.state.metrics:
+            trainer.state.metrics.pop(name, None)
+        warned = f"nothing seen by {self._name}"
+        if collectives.is_main_rank() and warned not in trainer.progress.warned:
+            trainer.progress.warned.add(warned)
+            trainer.logger.warning(
+                f"metric {self._name!r} is left out of state.metrics after epoch {trainer.state.epoch}, as after each in which "
+                "every update was skipped: it has seen no micro-batch"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the metric and of its parts, and the micro-batches that each rank has shown it. Collective."""

@@ -255,6 +255,36 @@ def test_an_update_without_effect_is_not_counted() -> None:
     assert published == [targets(*data[:4])]
 
 
+def empty_epoch() -> tuple[list[list[str]], list[str]]:
+    """The metrics after each of four epochs, of which two have no update with an effect; and what was said about them."""
+    logged, published = messages_from_here(), list[list[str]]()
+
+    def broken(model: nn.Module, micro_batch: Batch) -> ForwardOutput:
+        output = forward(model, micro_batch)
+        return output._replace(loss=output.loss * (1.0 if trainer.state.epoch % 2 else float("nan")))
+
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = UpdateOptions(reduction="explicit", on_nonfinite="skip")
+    trainer = create_trainer(model, optimizer, broken, options=options)
+    attach_metric(trainer, Accuracy(), "accuracy")
+    attach_metric(trainer, Loss(cross_entropy), "nll")
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda engine: published.append(sorted(engine.state.metrics)))
+    trainer.run(batches(3, 4, seed=idist.get_rank()), max_epochs=4)
+    return published, sorted(line for line in logged if "left out" in line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_epoch_without_effect_has_no_metric(world_size: int) -> None:
+    """Overflows of fp16 may fill a short first epoch. It neither ends the run, nor has the metric of the epoch before."""
+    for rank, (published, logged) in enumerate(run_ranks(empty_epoch, world_size=world_size)):
+        assert published == [["accuracy", "nll"], []] * 2
+        assert [line.partition(" is left out of state.metrics after epoch 2")[0] for line in logged] == (
+            ["metric 'accuracy'", "metric 'nll'"] if rank == 0 else []
+        )
+
+
 @pytest.mark.parametrize("cut", [1, 2, 4])
 def test_it_comes_back_when_the_run_resumes(tmp_path: Path, cut: int) -> None:
     """Cut within an epoch and resumed, the epoch's metric is that of all of its micro-batches."""
