@@ -156,8 +156,7 @@ def create_trainer(
     _check_transform(output_transform)
     limit, limits = _norm_limits(max_grad_norm, optimizers)
     _check_combinations(options, limits, compiled=compile is not False)
-    if options.reduction == "elastic":
-        options = _checked_elastic(options, seed, model, compiled=compile is not False)
+    options = _checked_elastic(options, seed, model, compiled=compile is not False)
     bound, device = bind_forward(forward, lambda: state), next(model.parameters()).device
     crossing = crossing_for(
         model,
@@ -167,6 +166,7 @@ def create_trainer(
         carried=state.carried,
         data_dims=options.data_dims,
         in_each=options.reduce_each_micro_batch,
+        forward=bound,
     )
     gradients, stepper = _gradients_and_stepper(crossing.module, optimizers)
     passes = ForwardBackward(
@@ -638,7 +638,9 @@ def _check_local(options: UpdateOptions, limits: Mapping[str, float]) -> None:
 
 
 def _checked_elastic(options: UpdateOptions, seed: int | None, model: nn.Module, *, compiled: bool) -> UpdateOptions:
-    """The options of an update that may be made again by others, without accelerations."""
+    """The options; those of an update that other replicas may have made again, without accelerations."""
+    if options.reduction != "elastic":
+        return options
     allowed = UpdateOptions(reduction="elastic")
     names = ("closure", "create_graph", "drop_last_group", "none_is_empty", "on_out_of_memory", "sample_sizes", "uneven")
     for name in names:

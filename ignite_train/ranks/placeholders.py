@@ -34,10 +34,11 @@ class Placeholders:
     Args:
         module: the model; all that running it changes is put back.
         carried: what forward carries, which is put back too.
+        forward: the user's; what it changes in modules that it refers to, such as a teacher, is put back too.
     """
 
-    def __init__(self, module: nn.Module, carried: Carried) -> None:
-        self._forward_state = ForwardState(module, carried)
+    def __init__(self, module: nn.Module, carried: Carried, forward: Any = None) -> None:
+        self._forward_state = ForwardState(module, carried, forward)
         self._chosen: Any = None  # for the running update
         self._borrowed: Iterator[Any] = iter(())  # in its place, one after the other
         self._applied: Any = None  # of the latest update that was applied

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -39,6 +39,7 @@ def crossing_for(
     carried: Carried | None = None,
     data_dims: Sequence[str] | None = None,
     in_each: bool = False,
+    forward: Any = None,
 ) -> Crossing:
     """Chooses how the gradients of `model` cross ranks. Collective.
 
@@ -50,6 +51,7 @@ def crossing_for(
         carried: what forward carries from micro-batch to micro-batch.
         data_dims: the names of the mesh dimensions over which samples differ; None where they can be found.
         in_each: whether `fully_shard` reduces in each backward.
+        forward: the user's, which placeholders run.
 
     Raises:
         TypeError: the model is wrapped in a way that cannot be right.
@@ -59,23 +61,23 @@ def crossing_for(
     one_of("reduction", name, get_args(ReductionName))
     carried = Carried() if carried is None else carried
     if name == "elastic":
-        return _elastic(model, Placeholders(model, carried), in_each=in_each)
+        return _elastic(model, Placeholders(model, carried, forward), in_each=in_each)
     if isinstance(model, DataParallel):
         raise TypeError("model must not be a DataParallel, whose replicas are threads; run one process for each device instead")
     data_ranks = data_ranks_of_any(model, data_dims)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return _sharded(model, name, Placeholders(model, carried), data_ranks, in_each=in_each)
+        return _sharded(model, name, Placeholders(model, carried, forward), data_ranks, in_each=in_each)
     if in_each and collectives.world_size() > 1:
         raise ValueError(
             f"model must have fully_shard applied to it for reduce_each_micro_batch=True, got {type(model).__name__} without; "
             "leave the option out: other gradients are whole on each rank anyway, so that it would only send more"
         )
     if data_ranks.mesh is not None:
-        return _on_mesh(model, name, Placeholders(model, carried), data_ranks)
+        return _on_mesh(model, name, Placeholders(model, carried, forward), data_ranks)
     crossing = _replicated(model, name, accumulates=accumulates)
     if not in_step or collectives.world_size() == 1:
         return crossing
-    return PlaceholderCrossing(crossing, Placeholders(crossing.module, carried))
+    return PlaceholderCrossing(crossing, Placeholders(crossing.module, carried, forward))
 
 
 def _elastic(model: nn.Module, placeholders: Placeholders, *, in_each: bool) -> ElasticCrossing | ElasticShardsCrossing:

@@ -188,26 +188,33 @@ def test_a_placeholder_keeps_ranks_in_step(accumulation_steps: int, way: str, si
         assert result["next draw"] == draw_after(3 - rank)
 
 
-def normed(way: str) -> tuple[bool, int]:
-    """Three micro-batches and two: whether this rank has the running statistics of its own, and how many those are."""
+def normed(way: str) -> tuple[bool, bool, int]:
+    """Three micro-batches and two: whether the model and a teacher have running statistics of their own, and of how many."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(cuts.FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).double()
-    alone, mine = copy.deepcopy(model), data((3, 2))[idist.get_rank()]
+    alone, teacher, mine = copy.deepcopy(model), copy.deepcopy(model), data((3, 2))[idist.get_rank()]
+
+    def forward(model: nn.Module, micro_batch: cuts.Sample) -> ForwardOutput:
+        with torch.no_grad():
+            teacher(micro_batch[0])
+        return cuts.forward(model, micro_batch)
+
     wrapped = DistributedDataParallel(model, broadcast_buffers=False) if way == "ddp" else model
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.0)
     options = UpdateOptions(reduction="ddp" if way == "ddp" else "explicit", uneven="replay")
-    create_trainer(wrapped, optimizer, cuts.forward, options=options).run(mine, max_epochs=1)
+    create_trainer(wrapped, optimizer, forward, options=options).run(mine, max_epochs=1)
     for x, *_ in mine:
         alone(x)
+    own, of_teacher = (all(map(torch.equal, one.buffers(), alone.buffers())) for one in (model, teacher))
     batches: Any = model[1].num_batches_tracked
-    return all(map(torch.equal, model.buffers(), alone.buffers())), int(batches)
+    return own, of_teacher, int(batches)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_placeholder_goes_through_a_batch_normalisation(way: str) -> None:
-    """Its backward reads the running statistics, which are put back after it, bit by bit."""
-    assert run_ranks(normed, way) == [(True, 3), (True, 2)]
+    """Its backward reads the running statistics, which are put back after it, bit by bit; also those of a teacher."""
+    assert run_ranks(normed, way) == [(True, True, 3), (True, True, 2)]
 
 
 def train_in_step(accumulation_steps: int, way: str, sized: bool) -> dict[str, Any]:
