@@ -130,9 +130,11 @@ class LearningRateSchedule(Handler):
     def _look_at_length(self, trainer: Trainer) -> None:
         """Compares the schedule with the run when it starts, and notes where the schedule stands."""
         self._last_step = vars(self.scheduler).get("last_epoch")
+        # At other events a skipped update does not hold the schedule back.
+        num_skipped = trainer.state.num_skipped if self._event is TrainEvents.STEP_COMPLETED else 0
         for scheduler in _parts(self.scheduler):
             if trainer.state.iteration > 0:
-                _warn_of_the_end(scheduler, trainer.state.num_skipped)
+                _warn_of_the_end(scheduler, num_skipped)
             elif (steps := self._steps_of(trainer)) is not None:
                 _compare_length(scheduler, steps, trainer.state.max_epochs)
 

@@ -463,6 +463,29 @@ def test_a_schedule_that_ends_behind_skipped_updates_is_warned_about(length: int
     assert ("the schedule is at its end" in caplog.text) is is_warned
 
 
+@pytest.mark.parametrize(
+    ("event", "length", "is_warned"),
+    [
+        (Events.EPOCH_COMPLETED, 2, False),
+        (Events.EPOCH_COMPLETED, 1, True),
+        (Events.ITERATION_COMPLETED, 7, False),
+        (Events.ITERATION_COMPLETED, 6, True),
+    ],
+)
+def test_skipped_updates_do_not_count_where_the_schedule_is_stepped_in_them_too(
+    event: Any, length: int, is_warned: bool, caplog: Any
+) -> None:
+    """It is at its end once it has made all of its steps: in each epoch, or in each update, whether one was skipped or not."""
+    holder: list[Trainer] = []
+    trainer, _, optimizer = make(overflow_at(2)(holder), loss_scaling=FairseqLossScaling(8.0))
+    holder.append(trainer)
+    LearningRateSchedule(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, length)).attach(trainer, event)
+    trainer.run(DATA, max_epochs=1)
+    assert (trainer.state.num_steps, trainer.state.num_skipped) == (5, 1)
+    trainer.run(DATA, max_epochs=2)
+    assert ("the schedule is at its end" in caplog.text) is is_warned
+
+
 SCHEDULES_TO_EXTEND: dict[str, tuple[Callable[[Any], Any], str]] = {
     "cosine": (lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4), "step 4 of T_max=4"),
     "one cycle": (lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4), "of total_steps=4"),
