@@ -369,7 +369,8 @@ class Trainer(Loop):
         if self.progress.session_open and not self.progress.updating:
             if self.should_terminate or self.should_interrupt:
                 raise RuntimeError(
-                    "update was called after a request to stop; leave the loop where trainer.should_terminate is set"
+                    "update was called after a request to stop; leave the loop where trainer.should_terminate or "
+                    "trainer.should_interrupt is set"
                 )
             limit = self.state.max_iters
             if limit is not None and self.state.iteration >= limit:

@@ -13,10 +13,11 @@ from typing import Any
 import ignite.distributed as idist
 import pytest
 import torch
+from ignite.engine import Events
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from ignite_train import UpdateOptions, create_trainer
+from ignite_train import ForwardOutput, Trainer, UpdateOptions, create_trainer
 from ignite_train.handlers import SeveralGradients
 from processes import DEADLINE_SECONDS, Processes, forked
 from ranks import run_ranks
@@ -72,9 +73,31 @@ def cut(sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     return list(zip(*(part.split(list(sizes)) for part in samples()), strict=True))
 
 
+def squared_error(model: nn.Module, micro_batch: tuple[Tensor, Tensor]) -> ForwardOutput:
+    x, y = micro_batch
+    return ForwardOutput((model(x) - y).square().sum(), sample_size=len(x))
+
+
 def vector(model: nn.Module) -> list[float]:
     found: list[float] = parameters_to_vector(model.parameters()).tolist()
     return found
+
+
+def loop_of_the_page(trainer: Trainer) -> None:
+    """The loop of the section "A loop of your own", with a trainer of the test."""
+    section = PROGRAMS.read_text(encoding="utf-8").partition("\n## A loop of your own\n")[2]
+    code = code_of(section).partition("with trainer.session()")
+    exec("".join(code[1:]).partition("\n\n")[0], {"trainer": trainer, "data": cut([8] * 6)})  # noqa: S102
+
+
+@pytest.mark.parametrize("stop", ["terminate", "interrupt"])
+def test_the_loop_of_the_page_ends_after_a_request_to_stop(stop: str) -> None:
+    """Whichever of the two was asked for; the loop has three updates."""
+    model = nn.Linear(4, 1).double()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), squared_error)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), getattr(trainer, stop))
+    loop_of_the_page(trainer)
+    assert trainer.state.iteration == 2
 
 
 @pytest.mark.slow
