@@ -278,8 +278,9 @@ class Trainer(Loop):
         It begins as `run` does: a `Checkpoint` restores the state, threads and files of handlers are opened, STARTED fires.
         It ends as `run` does: with TERMINATE or INTERRUPT after a request to stop, with COMPLETED, or with EXCEPTION_RAISED if
         an exception leaves the `with`; then all is closed. There are no epochs and no events of them. What the loop inside
-        reads is its own to find again after a resume; `state.iteration` says how many updates were done. All ranks must open
-        it. Several trainers can have sessions at the same time, and one can `run` in the session of another.
+        reads is its own to find again after a resume; `state.iteration` says how many updates were done. Before each
+        update, the first too, it ends if `should_terminate` or `should_interrupt` is set. All ranks must open the session.
+        Several trainers can have sessions at the same time, and one can `run` in the session of another.
 
         Args:
             max_iters: how many updates the training has in all, for `state.max_iters` and what shows progress. None: the limit
@@ -369,8 +370,8 @@ class Trainer(Loop):
         if self.progress.session_open and not self.progress.updating:
             if self.should_terminate or self.should_interrupt:
                 raise RuntimeError(
-                    "update was called after a request to stop; leave the loop where trainer.should_terminate or "
-                    "trainer.should_interrupt is set"
+                    "update was called after a request to stop; before an update, leave the loop if "
+                    "trainer.should_terminate or trainer.should_interrupt is set"
                 )
             limit = self.state.max_iters
             if limit is not None and self.state.iteration >= limit:

@@ -17,8 +17,8 @@ from ignite.engine import Events
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from ignite_train import ForwardOutput, Trainer, UpdateOptions, create_trainer
-from ignite_train.handlers import SeveralGradients
+from ignite_train import ForwardOutput, Trainer, UpdateOptions, create_evaluator, create_trainer
+from ignite_train.handlers import Checkpoint, EarlyStopping, SeveralGradients, Validation
 from processes import DEADLINE_SECONDS, Processes, forked
 from ranks import run_ranks
 
@@ -98,6 +98,22 @@ def test_the_loop_of_the_page_ends_after_a_request_to_stop(stop: str) -> None:
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), getattr(trainer, stop))
     loop_of_the_page(trainer)
     assert trainer.state.iteration == 2
+
+
+def test_the_loop_of_the_page_does_nothing_where_the_job_has_ended(tmp_path: Path) -> None:
+    """`EarlyStopping` has ended it, and the same command is started again; as `run` does."""
+    found = []
+    for _ in range(2):
+        model = nn.Linear(4, 1).double()
+        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), squared_error)
+        evaluator = create_evaluator(model, squared_error)
+        EarlyStopping(evaluator, target=1e9).attach(trainer)
+        Validation(evaluator, cut([48])).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+        Checkpoint(tmp_path, every=1).attach(trainer)
+        loop_of_the_page(trainer)
+        found.append((trainer.state.iteration, vector(model)))
+    assert found[0] == found[1]
+    assert found[0][0] == 2
 
 
 @pytest.mark.slow
