@@ -88,10 +88,23 @@ class LearningRateSchedule(Handler):
         return trainer.add_event_handler(event, self)
 
     def __call__(self) -> None:
-        """Steps the schedule."""
+        """Steps the schedule.
+
+        Raises:
+            ValueError: the optimizer has a parameter group that the schedule cannot step, because it was added later.
+        """
         if self._last_step is not None and vars(self.scheduler)["last_epoch"] != self._last_step:
             self._warn_of_other_steps()
-        self.scheduler.step()
+        try:
+            self.scheduler.step()
+        except (KeyError, ValueError) as error:
+            if all("initial_lr" in group for group in self.scheduler.optimizer.param_groups):  # written when one is made
+                raise
+            raise ValueError(
+                f"the optimizer has a parameter group that its {type(self.scheduler).__name__} was not made for, since it was "
+                "added later; give the optimizer all groups before the schedule is made: their parameters may be frozen until "
+                "they train"
+            ) from error
         if self._last_step is not None:
             self._last_step = vars(self.scheduler)["last_epoch"]
 

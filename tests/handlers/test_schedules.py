@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingLR,
+    LambdaLR,
     LinearLR,
     LRScheduler,
     MultiStepLR,
@@ -143,3 +144,46 @@ def test_a_second_schedule_of_the_same_kind_is_refused(caplog: pytest.LogCapture
     LearningRateSchedule(MultiStepLR(optimizer, [50])).attach(trainer)
     expected = "the schedules CosineAnnealingLR and MultiStepLR both change the learning rate of one optimizer; combine them"
     assert [line.startswith(expected) for line in lines(caplog)] == [True]
+
+
+GROWING: dict[str, Make] = {
+    "warm-up": lambda o: WarmUpSchedule(o, "cosine", total=20),
+    "one cycle": lambda o: OneCycleLR(o, 0.1, total_steps=20),
+    "last of a sequence": lambda o: SequentialLR(o, [LinearLR(o, total_iters=3), LambdaLR(o, lambda _: 0.5)], [3]),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+@pytest.mark.parametrize("from_the_beginning", [True, False])
+def test_a_group_that_the_schedule_does_not_know_is_named(name: str, from_the_beginning: bool) -> None:
+    """It was added after the schedule was made. One whose parameters are frozen at first may be there from the beginning."""
+    model = cuts.linear()
+    model.bias.requires_grad_(False)
+    late = {"params": [model.bias], "lr": 0.001}
+    optimizer = torch.optim.SGD([{"params": [model.weight]}, *[late] * from_the_beginning], lr=0.01, momentum=0.9)
+    trainer = create_trainer(model, optimizer, cuts.forward)
+    LearningRateSchedule(GROWING[name](optimizer)).attach(trainer)
+
+    @trainer.on(Events.ITERATION_STARTED(once=2))
+    def thaw() -> None:
+        model.bias.requires_grad_(True)
+        if not from_the_beginning:
+            optimizer.add_param_group(late)
+
+    if from_the_beginning:
+        before = model.bias.detach().clone()
+        assert trainer.run(DATA, max_epochs=1).num_steps == len(DATA)
+        assert not torch.equal(model.bias, before)
+        return
+    with pytest.raises(ValueError, match="not made for, since it was added later; give the optimizer all groups before"):
+        trainer.run(DATA, max_epochs=1)
+
+
+def test_a_group_that_a_schedule_can_do_without_knowing_is_stepped() -> None:
+    """Some compute a rate from the one before, so that a group may be added at any time."""
+    trainer, optimizer = make()
+    schedule = StepLR(optimizer, 2)
+    LearningRateSchedule(schedule).attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: optimizer.add_param_group({"params": [], "lr": 0.1}))
+    assert trainer.run(DATA, max_epochs=1).num_steps == len(DATA)
+    assert optimizer.param_groups[1]["lr"] == pytest.approx(1e-5)
