@@ -47,7 +47,7 @@ class EmptyCache(Handler, Piggyback):
 
     def attach(self, trainer: Trainer, event: Event = every(1000, Events.ITERATION_COMPLETED)) -> RemovableEventHandle:
         """Empties the cache at `event`, or checks there whether to do so. All ranks must attach it."""
-        if self.fragmentation is not None and collectives.world_size() > 1:
+        if self.fragmentation is not None and collectives.world_size() > 1 and self not in trainer.piggybacks:
             trainer.piggybacks.append(self)
             trainer.add_event_handler(Events.ITERATION_COMPLETED, self._empty_if_due)
         return trainer.add_event_handler(event, self)

@@ -89,6 +89,7 @@ class FailureBoard(Handler):
     """
 
     is_collective = True
+    attached_once = True
 
     def __init__(self) -> None:
         self._watch: _Watch | None = None

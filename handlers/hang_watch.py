@@ -78,6 +78,7 @@ class HangWatch(Handler):
     """
 
     is_collective = True
+    attached_once = True
 
     def __init__(
         self,

@@ -55,6 +55,8 @@ class Profiler(Handler):
 
     _sections: Sections  # once attached
 
+    attached_once = True
+
     def __init__(
         self,
         directory: str | Path,

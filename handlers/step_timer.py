@@ -90,6 +90,8 @@ class StepTimer(PiggybackHandler):
         True
     """
 
+    attached_once = True
+
     def __init__(self, *, window: int = 1000, ranges: Literal["none", "record_function", "nvtx"] = "none") -> None:
         self.window = positive_int("window", window)
         self.ranges = one_of("ranges", ranges, ("none", *RANGES))

@@ -103,6 +103,8 @@ class TrainingMetrics(Handler):
          'wall', 'progress', 'time_to_go']
     """
 
+    attached_once = True
+
     def __init__(
         self,
         *,

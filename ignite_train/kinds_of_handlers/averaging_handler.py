@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ignite_train.arguments import COUNT, MAPPING, check_fields, check_same_model, describe
-from ignite_train.engine.dispatch import attached
 from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.events import Event, TrainEvents
 from ignite_train.internals.of_torch import foreach_copy_
@@ -49,6 +48,7 @@ class AveragingHandler(Handler):
     is_collective = True
 
     same_on_all_ranks = True
+    attached_once = True
 
     follows_until_first = False
 
@@ -69,8 +69,6 @@ class AveragingHandler(Handler):
         Raises:
             ValueError: `device` is given and the model is sharded, or it is attached already.
         """
-        if any(other is self for _, other, _ in attached(trainer)):
-            raise ValueError(f"{type(self).__name__} must be attached once, or it would average twice; join events by |")
         model = trainer.model
         if self.device is not None and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise ValueError(

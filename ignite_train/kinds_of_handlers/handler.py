@@ -13,7 +13,7 @@ from typing import Any
 from ignite.engine import CallableEventWithFilter, Engine, Events, EventsList, RemovableEventHandle
 
 from ignite_train.arguments import describe
-from ignite_train.engine.dispatch import Attachable
+from ignite_train.engine.dispatch import Attachable, attached
 from ignite_train.events import Event
 from ignite_train.other_words import answers_other_words
 from ignite_train.ranks import collectives
@@ -34,9 +34,11 @@ class Handler(Attachable):
     Attributes:
         not_elastic: why the handler would be wrong where replicas come and go, so that `attach` refuses it; empty if it is
             right there.
+        attached_once: whether one trainer must not have the same handler twice, since it would count or start twice.
     """
 
     not_elastic = ""
+    attached_once = False
     _number = 0  # in the order in which handlers are made
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -74,6 +76,10 @@ def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
         _check_trainer(name, trainer)
         if trainer.replicas.are_elastic and self.not_elastic:
             raise ValueError(f"{name} must be left out with reduction='elastic': {self.not_elastic}")
+        if self.attached_once and not self.is_attaching and _is_attached(self, trainer):
+            raise ValueError(
+                f"{name} must be attached once to a trainer, got the same one again; make another {name}, or join events by |"
+            )
         if arguments or "event" in named:
             _check_event(name, arguments[0] if arguments else named["event"])
         _check_evaluator(name, named.get("evaluator"))
@@ -84,6 +90,13 @@ def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
             self.is_attaching = outer
 
     return checked
+
+
+def _is_attached(handler: Handler, trainer: Trainer) -> bool:
+    # One that is taken off stays in EXCEPTION_RAISED, for a run under way.
+    at_events = (called for event, called, _ in attached(trainer) if event is not Events.EXCEPTION_RAISED)
+    called = [*trainer.on_enter, *at_events]
+    return any(one is handler or (isinstance(one, MethodType) and one.__self__ is handler) for one in called)
 
 
 def _check_trainer(name: str, trainer: Any) -> None:

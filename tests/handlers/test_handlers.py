@@ -31,13 +31,21 @@ from ignite_train.forward import RESERVED_NAMES, as_forward_output
 from ignite_train.handlers import (
     Checkpoint,
     EmptyCache,
+    FailureBoard,
+    GradientMonitor,
+    HangWatch,
     LearningRateSchedule,
     LossScaleLogger,
     MinLearningRate,
+    ModelEMA,
+    Profiler,
+    SeveralGradients,
+    StepTimer,
     TimeLimit,
     TrainingMetrics,
     Validation,
 )
+from ignite_train.ranks import collectives
 from ranks import run_ranks
 from update_options import with_options
 
@@ -65,6 +73,52 @@ def overflow_at(*updates: int) -> Callable[[Trainer], Callable[..., ForwardOutpu
         return forward
 
     return bind
+
+
+# --- attached twice ---
+
+ONCE: dict[str, Callable[[], Any]] = {
+    "TrainingMetrics": TrainingMetrics,
+    "StepTimer": StepTimer,
+    "ModelEMA": ModelEMA,
+    "HangWatch": HangWatch,
+    "FailureBoard": FailureBoard,
+    "GradientMonitor": GradientMonitor,
+    "Profiler": lambda: Profiler("traces"),
+    "SeveralGradients": lambda: SeveralGradients(lambda gradients: next(iter(gradients.values()))),
+}
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_a_handler_that_would_count_or_start_twice_is_attached_once(name: str) -> None:
+    """To one trainer; another of its class may be attached, and the same one again after it was taken off."""
+    trainer, _, _ = make()
+    handler = ONCE[name]()
+    handler.attach(trainer)
+    with pytest.raises(ValueError, match=f"^{name} must be attached once to a trainer, got the same one again; make another"):
+        handler.attach(trainer)
+    ONCE[name]().attach(trainer)
+    if hasattr(handler, "detach"):
+        handler.detach(trainer)
+        handler.attach(trainer)
+
+
+def test_others_are_attached_for_each_of_their_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do their work at both, and what travels with an update travels once."""
+    trainer, model, _ = make()
+    evaluator = create_evaluator(model, cuts.forward)
+    validation, cache = Validation(evaluator, DATA), EmptyCache(fragmentation=0.5)
+    seen: list[int] = []
+    evaluator.add_event_handler(Events.COMPLETED, lambda: seen.append(trainer.state.iteration))
+    for event in (Events.ITERATION_COMPLETED(once=2), Events.EPOCH_COMPLETED):
+        validation.attach(trainer, event)
+    trainer.run(DATA, max_epochs=1)
+    assert seen[-2:] == [2, 6]
+
+    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+    for event in (Events.ITERATION_COMPLETED(once=2), Events.EPOCH_COMPLETED):
+        cache.attach(trainer, event)
+    assert trainer.piggybacks == [cache]
 
 
 # --- EmptyCache ---
