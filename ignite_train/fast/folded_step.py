@@ -192,6 +192,8 @@ class FoldedSteps(SeveralSteppers):
 
     def why_not_fused(self) -> str | None:
         """See `FoldedStep.why_not_fused`: what hinders one of them."""
+        if self._never is not None:
+            return self._never
         for _, gradients in self.parts.values():
             gradients.note_kinds()
-        return self._never or next((why for stepper in self._folded if (why := stepper.why_not_fused())), None)
+        return next((why for stepper in self._folded if (why := stepper.why_not_fused())), None)
