@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import (
 from ignite_train.arguments import describe
 from ignite_train.engine.dispatch import attached
 from ignite_train.events import Event, TrainEvents
-from ignite_train.internals.of_torch import parts_of_schedule
+from ignite_train.internals.of_torch import HAS_STEPPED, parts_of_schedule
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.learning_rates import refuse_other_optimizer
 from ignite_train.model.warm_up_schedule import WarmUpSchedule
@@ -115,6 +115,8 @@ class LearningRateSchedule(Handler):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads it into the scheduler."""
         self.scheduler.load_state_dict(dict(state_dict))
+        # An earlier process has made the steps, which torch would miss where it resumes at the end of the first epoch.
+        vars(self.scheduler.optimizer)[HAS_STEPPED] = True
 
     def _refuse_a_second(self, trainer: Trainer) -> None:
         """Refuses the same scheduler, and one of its kind: a cell of a notebook was run again. Warns of another kind."""

@@ -30,6 +30,7 @@ __all__ = [
     "COLLECTIVE_NAMESPACES",
     "COPY",
     "COUNTS_STEPS",
+    "HAS_STEPPED",
     "ITERATOR",
     "LATEST_RATES",
     "READ",
@@ -165,6 +166,8 @@ profiler_is_on: Callable[[], bool] = torch.autograd._profiler_enabled  # type: i
 LATEST_RATES = "_last_lr"
 # In the attributes of the function that a schedule puts in the place of an optimizer's `step`, to see whether it is called.
 COUNTS_STEPS = "_wrapped_by_lr_sched"
+# In the attributes of an optimizer, what that function sets; without it the first step of a schedule warns.
+HAS_STEPPED = "_opt_called"
 
 
 def parts_of_schedule(schedule: LRScheduler) -> Sequence[LRScheduler]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ from torch.optim.lr_scheduler import (
 
 import cuts
 from ignite_train import Trainer, WarmUpSchedule, create_trainer
-from ignite_train.handlers import LearningRateSchedule
+from ignite_train.handlers import Checkpoint, LearningRateSchedule
 
 DATA = cuts.cut(cuts.samples(), [2] * 8)
 EPOCHS = 10
@@ -187,3 +189,17 @@ def test_a_group_that_a_schedule_can_do_without_knowing_is_stepped() -> None:
     trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: optimizer.add_param_group({"params": [], "lr": 0.1}))
     assert trainer.run(DATA, max_epochs=1).num_steps == len(DATA)
     assert optimizer.param_groups[1]["lr"] == pytest.approx(1e-5)
+
+
+def test_a_resume_at_the_end_of_the_first_epoch_is_no_step_too_early(tmp_path: Path) -> None:
+    """Torch warns of a schedule that is stepped before its optimizer: an earlier process has stepped that."""
+    for max_epochs in (1, 2):
+        trainer, optimizer = make()
+        LearningRateSchedule(StepLR(optimizer, 1, 0.5)).attach(trainer, Events.EPOCH_COMPLETED)
+        Checkpoint(tmp_path, every=1).attach(trainer)
+        if max_epochs == 1:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=len(DATA)), trainer.interrupt)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            trainer.run(DATA, max_epochs=2)
+    assert optimizer.param_groups[0]["lr"] == 0.01 / 4

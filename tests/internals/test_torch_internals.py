@@ -25,6 +25,7 @@ from ignite_train.internals.of_torch import (
     COLLECTIVE_NAMESPACES,
     COPY,
     COUNTS_STEPS,
+    HAS_STEPPED,
     ITERATOR,
     LATEST_RATES,
     READ,
@@ -340,11 +341,20 @@ def schedules_of_schedules() -> bool:
 
 
 def counted_steps() -> bool:
-    """A schedule puts a function with this attribute in the place of `step`, which wraps the step of the class."""
+    """A schedule puts a function with this attribute in the place of `step`, which wraps the step of the class.
+
+    Its first step warns unless that function was called, which is noted in the optimizer.
+    """
     optimizer = an_optimizer()
     before = "step" in vars(optimizer)
-    StepLR(optimizer, 1)
+    schedule = StepLR(optimizer, 1)
     marks = vars(vars(optimizer)["step"])
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        schedule.step()
+    vars(optimizer)[HAS_STEPPED] = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        StepLR(optimizer, 1).step()
     return not before and COUNTS_STEPS in marks and marks["__wrapped__"] is torch.optim.SGD.step
 
 
@@ -517,7 +527,7 @@ OF_TORCH: dict[Callable[[], bool], tuple[str, ...]] = {
     running_profiler: ("profiler_is_on",),
     rates_of_schedules: ("LATEST_RATES",),
     schedules_of_schedules: ("parts_of_schedule",),
-    counted_steps: ("COUNTS_STEPS",),
+    counted_steps: ("COUNTS_STEPS", "HAS_STEPPED"),
     pass_of_a_loader: ("ITERATOR", "end_workers", "pass_of", "sampler_pass_of"),
 }
 
