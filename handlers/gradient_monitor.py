@@ -80,7 +80,6 @@ class GradientMonitor(Handler):
     """
 
     is_collective = True
-    attached_once = True
 
     def __init__(self, every: int = 100, *, depth: int | None = None, with_histograms: bool = False) -> None:
         self.every = positive_int("every", every)

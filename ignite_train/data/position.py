@@ -313,8 +313,9 @@ class DataPosition:
         for reads in (False,) if isinstance(self._loader, Iterator) else (True, False):  # an iterator has one pass
             self._stateful.load_state_dict(copy.deepcopy(state))
             opened = open_loader(self._loader)
-            if reads and next(opened, self) is self:
+            if not reads or next(opened, self) is self:
                 return
+            del opened  # which ends a generator, before the state is loaded again
 
     def _has_state_of_same_kind(self, saved: Mapping[str, Any]) -> bool:
         """Whether there is the state of a loader, and not one that another kind of loader has written."""

@@ -93,10 +93,9 @@ def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_attached(handler: Handler, trainer: Trainer) -> bool:
-    # One that is taken off stays in EXCEPTION_RAISED, for a run under way.
-    at_events = (called for event, called, _ in attached(trainer) if event is not Events.EXCEPTION_RAISED)
-    called = [*trainer.on_enter, *at_events]
-    return any(one is handler or (isinstance(one, MethodType) and one.__self__ is handler) for one in called)
+    # A method of it at an event may be there by the script's own hand.
+    enters = (one.__self__ if isinstance(one, MethodType) else one for one in trainer.on_enter)
+    return any(one is handler for one in (*enters, *(called for _, called, _ in attached(trainer))))
 
 
 def _check_trainer(name: str, trainer: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_train.internals.of_torch import buffers_of, foreach_copy_
+from ignite_train.internals.of_torch import RunningNorm, buffers_of, foreach_copy_
 from ignite_train.model.memory_layout import own_memory
 from ignite_train.model.objects_used import objects_used
 
@@ -17,7 +17,7 @@ __all__ = ["BufferRollback"]
 
 
 class BufferRollback:
-    """Remembers the buffers of a module, and of others that forward refers to, and puts them back.
+    """Remembers the buffers of a module, and running statistics of others that forward refers to, and puts them back.
 
     In an update that is skipped, a micro-batch that is not finite may have made running means NaN, for good: gradients of later
     updates would be finite, and what is evaluated would not. A buffer that forward assigns, as in
@@ -25,13 +25,14 @@ class BufferRollback:
 
     Args:
         module: whose buffers.
-        forward: the user's; the modules in training mode that it refers to, such as a teacher, are looked for in the marks 1,
-            2, 4, 8, .... Those in evaluation mode, such as a reference model, would be copied in vain.
+        forward: the user's. The modules that it refers to, such as a teacher, are looked for in the marks 1, 2, 4, 8, ...; of
+            them the running statistics of normalisation layers in training mode are remembered. Other buffers, which may be
+            large tables, would be copied in vain.
     """
 
     def __init__(self, module: nn.Module, forward: Any = None) -> None:
         self._module, self._forward = module, forward
-        self._used: list[nn.Module] = []  # by forward, besides those in `module`
+        self._used: list[nn.Module] = []  # normalisation layers that forward uses, besides those in `module`
         self._num_marks = 0
         self._owners: list[tuple[Any, Mapping[str, Tensor | None]]] = []
         self._copied: list[Tensor] = []
@@ -57,7 +58,7 @@ class BufferRollback:
         used = [one for one in objects_used([self._forward, self._module]) if isinstance(one, nn.Module)]
         known = {*self._module.modules()}
         modules = dict.fromkeys(one for owner in used for one in owner.modules())
-        self._used = [one for one in modules if one.training and one not in known]
+        self._used = [one for one in modules if isinstance(one, RunningNorm) and one.training and one not in known]
 
     def _has_copies_for(self, buffers: list[Tensor]) -> bool:
         return len(buffers) == len(self._copied) and all(

@@ -108,7 +108,57 @@ class SharingEachGroup(Lookahead):
         self.optimizer.step()
 
 
-@pytest.mark.parametrize("kind", [SharingEachGroup, Sharing, OwnForm])
+class SharingTwice(Lookahead):
+    """Shares groups and state with the one inside, which does so with another, and gives the state of that."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lambda parameters, lr: Sharing(parameters))
+        self._share()
+
+    def _share(self) -> None:
+        self.innermost = [self.optimizer.optimizer]
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+
+    def step(self) -> None:  # type: ignore[override]
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.innermost[0].state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        inner = self.innermost[0]
+        inner.load_state_dict(state)
+        self.optimizer.param_groups, self.optimizer.state = inner.param_groups, inner.state
+        self._share()
+
+
+class Combined(SharingTwice):
+    """Has others in a list, whose groups are its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        weights, others = parameters[:2], parameters[2:]
+        self.innermost = [torch.optim.SGD(weights, lr=0.05, momentum=0.9), torch.optim.Adam(others, lr=0.05)]
+        Optimizer.__init__(self, [{"params": parameters}], {"lr": 0.05})
+        self._share()
+
+    def _share(self) -> None:
+        self.param_groups = [group for one in self.innermost for group in one.param_groups]
+        self.state = {}  # type: ignore[assignment]
+
+    def step(self) -> None:  # type: ignore[override]
+        for one in self.innermost:
+            one.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"all": [one.state_dict() for one in self.innermost]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for one, own in zip(self.innermost, state["all"], strict=True):
+            one.load_state_dict(own)
+        self._share()
+
+
+@pytest.mark.parametrize("kind", [SharingEachGroup, Sharing, OwnForm, SharingTwice, Combined])
 def test_a_schedule_reaches_the_optimizer_inside_after_resuming(kind: Any, tmp_path: Path) -> None:
     """It sets the rates in the groups of the outer one, which are those of the inner one."""
 
@@ -121,7 +171,8 @@ def test_a_schedule_reaches_the_optimizer_inside_after_resuming(kind: Any, tmp_p
             LearningRateSchedule(ExponentialLR(optimizer, 0.7)).attach(trainer)
             Checkpoint(directory, every=1).attach(trainer)
             trainer.run(LOADER, max_iters=limit)
-        assert optimizer.param_groups[0] is optimizer.optimizer.param_groups[0]
+        inside = vars(optimizer).get("innermost", [vars(optimizer).get("optimizer")])[0]
+        assert optimizer.param_groups[0] is inside.param_groups[0]
         return bit_by_bit(model.state_dict())
 
     assert run(tmp_path / "parts", 3, 7) == run(tmp_path / "whole", 7)

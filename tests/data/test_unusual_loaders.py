@@ -499,6 +499,29 @@ class Continuing:
         self.given = self.resumes_at = state_dict["given"]
 
 
+class CountingPasses(Continuing):
+    """Is at the beginning of the next pass once its generator ends, in whatever way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        begin, self.resumes_at = self.resumes_at, 0
+        try:
+            for self.given in range(begin + 1, 5):
+                yield torch.tensor([float(self.given + 10 * self.passes)])
+        finally:
+            self.given, self.passes = 0, self.passes + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given, "passes": self.passes}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.passes = state_dict["passes"]
+
+
 STREAMS: dict[str, Callable[[], Any]] = {
     "drawn": lambda: DataLoader(torch.arange(4), 1, shuffle=True),
     "drawn, own generator": lambda: DataLoader(torch.arange(4), 1, shuffle=True, generator=torch.Generator().manual_seed(3)),
@@ -506,6 +529,7 @@ STREAMS: dict[str, Callable[[], Any]] = {
     "stateful": lambda: StatefulDataLoader(torch.arange(4), 1, shuffle=True, generator=torch.Generator().manual_seed(3)),
     "with a state": Remembering,
     "with a state, continuing once": Continuing,
+    "with a state, counting passes": CountingPasses,
     "with an order in its state": Permuting,
     "with an order in its state, anew": PermutingAnew,
     "with an order in its state, at once": PermutingAtOnce,
@@ -543,7 +567,10 @@ def test_with_epoch_length_a_run_resumes_bitwise(kind: str, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [None, 1])
-@pytest.mark.parametrize("kind", ["with a state", "with a state, continuing once", "with an order in its state, anew"])
+@pytest.mark.parametrize(
+    "kind",
+    ["with a state", "with a state, continuing once", "with a state, counting passes", "with an order in its state, anew"],
+)
 def test_a_generator_with_a_state_resumes_bitwise(kind: str, every: int | None, tmp_path: Path) -> None:
     """Also after the last micro-batch of an epoch, where a generator ends the earlier pass only when it is read."""
     assert harmful_cuts(STREAMS[kind], tmp_path, every=every) == []

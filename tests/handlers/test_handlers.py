@@ -32,14 +32,12 @@ from ignite_train.handlers import (
     Checkpoint,
     EmptyCache,
     FailureBoard,
-    GradientMonitor,
     HangWatch,
     LearningRateSchedule,
     LossScaleLogger,
     MinLearningRate,
     ModelEMA,
     Profiler,
-    SeveralGradients,
     StepTimer,
     TimeLimit,
     TrainingMetrics,
@@ -83,9 +81,7 @@ ONCE: dict[str, Callable[[], Any]] = {
     "ModelEMA": ModelEMA,
     "HangWatch": HangWatch,
     "FailureBoard": FailureBoard,
-    "GradientMonitor": GradientMonitor,
     "Profiler": lambda: Profiler("traces"),
-    "SeveralGradients": lambda: SeveralGradients(lambda gradients: next(iter(gradients.values()))),
 }
 
 
@@ -101,6 +97,19 @@ def test_a_handler_that_would_count_or_start_twice_is_attached_once(name: str) -
     if hasattr(handler, "detach"):
         handler.detach(trainer)
         handler.attach(trainer)
+
+
+def test_a_method_at_an_event_is_no_attach() -> None:
+    """A handler of a class of the user's own may have one, before it is attached and after."""
+
+    class Noted(ModelEMA):
+        def note(self) -> None: ...
+
+    trainer, _, _ = make()
+    average = Noted()
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, average.note)
+    average.attach(trainer)
+    trainer.run(DATA, max_epochs=1)
 
 
 def test_others_are_attached_for_each_of_their_events(monkeypatch: pytest.MonkeyPatch) -> None:
