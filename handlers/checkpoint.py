@@ -443,7 +443,7 @@ class Checkpoint(Handler):
     def _at_end(self) -> None:
         """Saves the last state if it is not saved yet, and waits until it is on the disk."""
         self._resumption.put_back_objects()  # where the run was stopped before its epoch was continued
-        if self.cadence.is_due_at_end(self._moment()):
+        if self.cadence.is_due_at_end(self._moment(is_last=True)):
             self._save(is_last=True)
         with self._run.trainer.section("checkpoint"):
             self.saver.wait(is_last=True)
@@ -481,7 +481,7 @@ class Checkpoint(Handler):
                 trainer.verify_ranks()  # a state on which the ranks do not agree must not be saved
             manifest = self._manifest()
             self.saver.save(capture(run, self._held), manifest, is_last=is_last)
-        self.cadence.note_save(self._moment(), manifest.score, started)
+        self.cadence.note_save(self._moment(is_last=is_last), manifest.score, started)
         self.held_seconds = time.monotonic() - started
         self.total_held_seconds += self.held_seconds
 
@@ -507,11 +507,11 @@ class Checkpoint(Handler):
     def _settings(self) -> dict[str, Any]:
         return {"config": run_config(self._run, self.config), "versions": versions()}
 
-    def _moment(self) -> tuple[Any, ...]:
-        """Where the run is: a state is saved once for each moment."""
+    def _moment(self, *, is_last: bool) -> tuple[Any, ...]:
+        """Where the run is: a state is saved once for each moment. TERMINATE and COMPLETED are one."""
         trainer = self._run.trainer
         epochs_completed = trainer.state.epoch - trainer.progress.epoch_open
-        return trainer.state.iteration, epochs_completed, trainer.progress.ended
+        return trainer.state.iteration, epochs_completed, is_last and not trainer.progress.interrupted
 
     def _refuse_unattached(self) -> None:
         if not self._is_attached:

@@ -53,7 +53,8 @@ class Progress:
         reading: a pass over the data is open.
         data_ended: the pass of the epoch before has ended in this run, or before its interrupt, by itself.
         interrupted: the latest run was ended by `interrupt`, and the next one continues it.
-        ended: the latest run has come to its closing events.
+        ended: the latest run has come to the last of its closing events. One that is told to stop has yet to fire COMPLETED at
+            TERMINATE, and after INTERRUPT.
         micro_batches_before: `state.num_micro_batches` before the running update.
         warned: what was warned about and is not said again.
     """
@@ -241,7 +242,6 @@ class Loop(Dispatcher):
                 self.fire_event(Events.STARTED)
             yield
             self.progress.interrupted = bool(self.should_interrupt and not self.should_terminate)
-            self.progress.ended = not self.progress.interrupted  # an interrupted run has yet to fire COMPLETED
             state.times[Events.COMPLETED.name] = time.perf_counter() - started
             self._fire_closing_events()
             state.times[Events.COMPLETED.name] = time.perf_counter() - started
@@ -353,12 +353,15 @@ class Loop(Dispatcher):
         self.should_terminate_single_epoch = False  # its handlers can only ask for what is done already
 
     def _fire_closing_events(self) -> None:
+        completes = self.should_terminate != "skip_completed"
         if self.should_terminate:
+            self.progress.ended = not completes
             self.fire_event(Events.TERMINATE)
         elif self.should_interrupt:
             self.fire_event(Events.INTERRUPT)
             return
-        if self.should_terminate != "skip_completed":
+        if completes:
+            self.progress.ended = True
             self.fire_event(Events.COMPLETED)
 
     def _log(self, message: str) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from bits import bit_by_bit
 from ignite_train import CheckpointError, Trainer, UpdateOptions, create_trainer
 from ignite_train.checkpoint import latest
-from ignite_train.handlers import Checkpoint
+from ignite_train.handlers import Checkpoint, TrainingMetrics
 from log_messages import messages_from_here
 from processes import forked
 from ranks import run_ranks
@@ -218,6 +218,45 @@ def test_a_fork_whose_process_is_killed(tmp_path: Path) -> None:
     trainer, made = fork(tmp_path / "first", tmp_path / "fork", None)
     assert made == [13, 14, 15, 16]
     assert result(trainer) == by_hand([(A, 4, 1.0)])
+
+
+# --- a stop in the last update ---
+
+
+LAST_UPDATES = [
+    (Events.ITERATION_COMPLETED, {"max_epochs": 3}),
+    (Events.EPOCH_COMPLETED, {"max_epochs": 3}),
+    (Events.ITERATION_COMPLETED, {"max_iters": 12}),
+    (Events.EPOCH_COMPLETED, {"max_iters": 12}),
+    (Events.ITERATION_COMPLETED, {"max_iters": 10}),
+]
+
+
+@pytest.mark.parametrize(("event", "limits"), LAST_UPDATES, ids=str)
+def test_a_run_that_is_told_to_stop_in_its_last_update_is_ended_by_the_same_command(
+    event: Any, limits: dict[str, int], tmp_path: Path
+) -> None:
+    """It makes no update, closes the epoch that was left open, and calls the handlers of the end again. Then all is done."""
+
+    def script(name: str, stopped_at: int | None = None) -> tuple[Any, list[str]]:
+        trainer, _ = build(tmp_path / name)
+        TrainingMetrics(memory=False).attach(trainer, Events.ITERATION_COMPLETED(every=7))
+        ends: list[str] = []
+        for end in ("EPOCH_COMPLETED", "COMPLETED"):
+            trainer.add_event_handler(Events[end], partial(ends.append, end))
+        if stopped_at is not None:
+            trainer.add_event_handler(event(once=stopped_at), trainer.terminate)
+        trainer.run(A, **limits)
+        metrics = [trainer.state.metrics[key] for key in ("loss", "grad_norm", "progress")]
+        return (metrics, trainer.state.epoch, result(trainer)), ends
+
+    whole, all_ends = script("whole")
+    _, ends = script("stopped", 3 if event is Events.EPOCH_COMPLETED else limits.get("max_iters", 12))
+    again, other_ends = script("stopped")
+    assert again == whole
+    assert ends[-1] == other_ends[-1] == "COMPLETED"
+    assert ends[:-1] + other_ends[:-1] == all_ends[:-1]
+    assert script("stopped") == (whole, [])
 
 
 # --- several ranks ---
