@@ -137,7 +137,7 @@ class Profiler(Handler):
         profile.stop()
 
     def _open_range(self, section: str) -> Callable[[], None]:
-        """Opens the range of a section, and around the first one of an update that of the update."""
+        """Opens the range of a section, and before the first section of an update the range of the update around it."""
         if self._close_range is None and section in ("data", "forward"):
             self._close_range = RANGES["record_function"](f"update {self._latest + 1}")
         return RANGES["record_function"](section)

@@ -638,7 +638,7 @@ def _check_local(options: UpdateOptions, limits: Mapping[str, float]) -> None:
 
 
 def _checked_elastic(options: UpdateOptions, seed: int | None, model: nn.Module, *, compiled: bool) -> UpdateOptions:
-    """The options; those of an update that other replicas may have made again, without accelerations."""
+    """The options, without accelerations where other replicas may have the update made again."""
     if options.reduction != "elastic":
         return options
     allowed = UpdateOptions(reduction="elastic")

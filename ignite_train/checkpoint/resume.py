@@ -202,7 +202,7 @@ def read_agreed(
     Args:
         root: their directory.
         names: of the checkpoints, the newest first.
-        own: the same directory, if it is that of the run: damaged ones are renamed, so that later starts pass them over.
+        own: the same directory, if the run saves to it: what is damaged is renamed there, so that later starts pass it over.
         read: what each rank does with one; it must not change the run.
 
     Raises:

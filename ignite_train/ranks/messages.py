@@ -61,7 +61,7 @@ class Piggyback(Protocol):
         return sums.new_zeros((), dtype=torch.bool)
 
     def settle(self) -> None:
-        """Compares numbers that no update has sent to the other ranks yet. Collective; by default there are none."""
+        """Compares numbers that no update has sent to the other ranks yet. Collective; does nothing by default."""
         return
 
 

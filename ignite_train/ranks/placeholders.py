@@ -34,7 +34,7 @@ class Placeholders:
     Args:
         module: the model; all that running it changes is put back.
         carried: what forward carries, which is put back too.
-        forward: the user's; what it changes in modules that it refers to, such as a teacher, is put back too.
+        forward: the user's; changes that it makes in a teacher, or in another module to which it refers, are put back too.
     """
 
     def __init__(self, module: nn.Module, carried: Carried, forward: Any = None) -> None:

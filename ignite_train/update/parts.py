@@ -85,7 +85,7 @@ class Parts:
 
 
 class Buffers:
-    """The buffers that forward may move: those of the model, and of modules that it refers to, such as a teacher.
+    """The buffers that forward may move: the buffers of the model, and running statistics of a teacher that it refers to.
 
     A forward that was not finite has spoilt running statistics; one that is repeated moves them again.
 
@@ -105,7 +105,7 @@ class Buffers:
         self._rollback, self._at_first = BufferRollback(module, forward), self._now()
 
     def part(self) -> Part:
-        """What is to be done in each update; another where `are_marked` has changed."""
+        """The part for each update; another one where `are_marked` has changed."""
         return Part(kept_at=FINITE, mark=self._rollback.mark if self.are_marked else None, put_back=self._put_back)
 
     def _put_back(self) -> None:

@@ -160,7 +160,7 @@ class Combined(SharingTwice):
 
 @pytest.mark.parametrize("kind", [SharingEachGroup, Sharing, OwnForm, SharingTwice, Combined])
 def test_a_schedule_reaches_the_optimizer_inside_after_resuming(kind: Any, tmp_path: Path) -> None:
-    """It sets the rates in the groups of the outer one, which are those of the inner one."""
+    """It sets the rates in the groups of the outer optimizer, and the inner one shares these groups."""
 
     def run(directory: Path, *limits: int) -> Any:
         for limit in limits:

@@ -364,7 +364,7 @@ def test_zero_grad_before_the_last_of_many_micro_batches() -> None:
 
 
 def test_data_that_is_changed_after_the_last_of_many_micro_batches() -> None:
-    """What gradients hold is compared in whole updates too."""
+    """The contents of gradients are compared in whole updates too."""
     _, _, trainer = make(summed, accumulation_steps=8)
     trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED(every=8), clamp_data)
     with pytest.raises(GradientAccessError, match="a handler of BACKWARD_COMPLETED must not change gradients"):

@@ -243,7 +243,7 @@ def test_a_teacher_may_have_statistics_of_its_own(own: bool, tmp_path: Path) -> 
 
 
 def test_an_update_that_is_repeated_moves_the_statistics_of_a_teacher_once(tmp_path: Path) -> None:
-    """One that broke off has moved them in its forward; where a checkpoint is attached they are put back, as the student's."""
+    """A broken update has moved them in its forward; where a checkpoint is attached they are put back, as the student's are."""
 
     def start(breaks: bool) -> nn.Module:
         torch.manual_seed(3)

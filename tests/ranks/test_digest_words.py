@@ -13,7 +13,7 @@ from ignite_train.ranks.same_micro_batches import SameMicroBatches
 
 
 def summed(digests: list[int]) -> list[float]:
-    """As a ring of ranks adds up, one after the other."""
+    """Adds up as a ring of ranks does, one after the other."""
     sums = torch.zeros(4, dtype=torch.float64)
     for digest in digests:
         sums += torch.tensor(with_squares(digest_words(digest, 2)), dtype=torch.float64)

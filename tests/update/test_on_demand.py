@@ -483,7 +483,7 @@ def test_it_has_the_collectives_of_an_update_in_a_run(way: str) -> None:
 
 
 def test_a_signal_at_the_end_of_an_update_ends_its_session_after_it(build: Build, micro_batches: list[Batch]) -> None:
-    """As in a run, and not after another update: `requests.stop` is what `StopOnSignal` sets."""
+    """It does so in a run, and not after another update: `requests.stop` is what `StopOnSignal` sets."""
     trainer = build().trainer
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: setattr(trainer.requests, "stop", True))
     with trainer.session():
