@@ -246,7 +246,7 @@ class Trainer(Loop):
 
         Raises:
             TypeError: `data` cannot be iterated, or a limit is not an integer.
-            ValueError: a limit is below 1 or below what was trained already, or both are given, or there is no data, or an
+            ValueError: a limit is below 1 or below what was trained already, or both are given, or `data` is empty, or an
                 iterator ended before the limit, or `resume` asks for what is not there.
             CheckpointError: no checkpoint can be read.
         """

@@ -202,7 +202,7 @@ def read_agreed(
     Args:
         root: their directory.
         names: of the checkpoints, the newest first.
-        own: the same directory, if the run saves to it: what is damaged is renamed there, so that later starts pass it over.
+        own: the directory at `root`, if the run saves to it; it renames a damaged checkpoint, which later starts then skip.
         read: what each rank does with one; it must not change the run.
 
     Raises:

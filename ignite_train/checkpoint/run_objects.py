@@ -19,6 +19,7 @@ from ignite_train.engine.dispatch import Attachable, Stateful
 from ignite_train.internals.of_torch import buffers_of
 from ignite_train.model.averaged_tensors import plain_name
 from ignite_train.model.memory_layout import own_memory
+from ignite_train.model.optimizers import optimizers_within
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -151,7 +152,7 @@ class SavedOptimizer:
         decides itself; what only has been rounded, since it calls torch's, is put back. torch's also makes other objects of
         the state and the groups. Here they stay the same, since an optimizer inside, or a handler, may hold them too.
         """
-        each = reversed(_optimizers_in(self.optimizer))  # the one outside has the last word
+        each = reversed(optimizers_within(self.optimizer))  # the one outside has the last word
         before = [(vars(one), name, vars(one)[name]) for one in each for name in ("state", "param_groups") if name in vars(one)]
         self._load(state_dict)
         for attributes, name, there in before:
@@ -308,21 +309,6 @@ def _writable_buffers(module: nn.Module) -> Iterator[None]:
             own.copy_(copy[tuple(slice(size) for size in own.shape)])
             if torch.equal(buffer, copy):
                 owner[name] = buffer
-
-
-def _optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizer and those inside it, also in lists and dictionaries, and those inside these."""
-    found, waiting, seen = list[Optimizer](), list[Any]([optimizer]), set[int]()
-    while waiting:
-        if id(one := waiting.pop()) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, Optimizer):
-            found.append(one)
-            waiting += [value for name, value in vars(one).items() if name not in ("state", "param_groups", "defaults")]
-        elif isinstance(one, (list, tuple, dict)):
-            waiting += one.values() if isinstance(one, dict) else one
-    return found
 
 
 def _refilled(there: Any, loaded: Any) -> Any:

@@ -42,7 +42,7 @@ def uneven_metrics(engine: Engine, *, has_data: bool) -> Iterator[bool]:
         has_data: whether the metrics have seen a micro-batch on this rank.
 
     Yields:
-        Whether there is something to compute: metrics have seen a micro-batch on some rank, or there are none.
+        Whether metrics can be computed: some rank has shown them a micro-batch, or `engine` publishes no metric.
 
     Raises:
         ValueError: the ranks attached different metrics, or a metric could not be computed on one; the same on all ranks.

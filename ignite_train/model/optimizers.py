@@ -25,6 +25,7 @@ __all__ = [
     "is_torchs",
     "is_wrapped_by_scheduler",
     "optimizers_as_parts",
+    "optimizers_within",
     "parts_as_optimizers",
     "stepped_parameters",
 ]
@@ -83,6 +84,21 @@ def inner_optimizers(optimizer: Optimizer, *, with_own_state: bool = True) -> di
     """
     found = {name: one for name, one in vars(optimizer).items() if isinstance(one, Optimizer) and one is not optimizer}
     return {name: one for name, one in found.items() if not (with_own_state and one.state is optimizer.state)}
+
+
+def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizer and those inside it, also in lists and dictionaries, and those inside these."""
+    found, waiting, seen = list[Optimizer](), list[Any]([optimizer]), set[int]()
+    while waiting:
+        if id(one := waiting.pop()) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Optimizer):
+            found.append(one)
+            waiting += [value for name, value in vars(one).items() if name not in ("state", "param_groups", "defaults")]
+        elif isinstance(one, (list, tuple, dict)):
+            waiting += one.values() if isinstance(one, dict) else one
+    return found
 
 
 def each_optimizer(optimizer: Optimizer | Optimizers) -> Iterator[Optimizer]:

@@ -571,7 +571,7 @@ def test_a_mirror_that_cannot_be_reached_is_told_before_anything_is_trained(here
 
 
 def test_a_start_that_cannot_copy_names_the_mirror(here: Path, store: Path) -> None:
-    """What is missing there is copied at the start; where that is the last failure allowed, the remedy is not on the disk."""
+    """Missing checkpoints are copied there at the start; where that fails for the last time allowed, the remedy names it."""
     train(here, None, updates=2)
     trainer, checkpoint = build(here, f"file://{store}", on_error="warn", give_up_after=1)
     broken(checkpoint, fails_at(2))

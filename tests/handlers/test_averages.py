@@ -209,24 +209,31 @@ def test_a_momentum_is_from_0_to_1(momentum: float) -> None:
     assert not torch.equal(model[0].weight, before["0.weight"])
 
 
+def with_a_teacher(inputs: int, outputs: int, directory: Path, *, own_statistics: bool) -> tuple[Trainer, nn.Module]:
+    """A trainer that saves in `directory`, and a teacher with running statistics, which its forward runs in training mode."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs)).double()
+    teacher = copy.deepcopy(model)
+
+    def both(model: nn.Module, x: Tensor) -> ForwardOutput:
+        with torch.no_grad():
+            target = teacher(x + 1)
+        return ForwardOutput((model(x) - target - 1).square().sum(), sample_size=len(x))
+
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), both)
+    MomentumTeacher(teacher, model, 0.9, own_statistics=own_statistics).attach(trainer)
+    Checkpoint(directory, every=2).attach(trainer)
+    return trainer, teacher
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True], ids=["averaged", "own"])
 def test_a_teacher_may_have_statistics_of_its_own(own: bool, tmp_path: Path) -> None:
     """Those that it has moved itself in training mode, as in Mean Teacher; also after a resume."""
 
     def start(directory: Path, limit: int) -> tuple[nn.Module, Tensor]:
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
-        teacher, by_hand = copy.deepcopy(model), copy.deepcopy(model)
-
-        def both(model: nn.Module, x: Tensor) -> ForwardOutput:
-            with torch.no_grad():
-                target = teacher(x + 1)
-            return ForwardOutput((model(x) - target - 1).square().sum(), sample_size=len(x))
-
-        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), both)
-        MomentumTeacher(teacher, model, 0.9, own_statistics=own).attach(trainer)
-        Checkpoint(directory, every=2).attach(trainer)
+        trainer, teacher = with_a_teacher(4, 3, directory, own_statistics=own)
+        by_hand = copy.deepcopy(teacher)
         generator = torch.Generator().manual_seed(1)
         data = [torch.randn(8, 4, generator=generator, dtype=torch.float64) for _ in range(4)]
         state = trainer.run(data, max_iters=limit)
@@ -246,18 +253,7 @@ def test_an_update_that_is_repeated_moves_the_statistics_of_a_teacher_once(tmp_p
     """A broken update has moved them in its forward; where a checkpoint is attached they are put back, as the student's are."""
 
     def start(breaks: bool) -> nn.Module:
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
-        teacher = copy.deepcopy(model)
-
-        def both(model: nn.Module, x: Tensor) -> ForwardOutput:
-            with torch.no_grad():
-                target = teacher(x + 1)
-            return ForwardOutput((model(x) - target - 1).square().sum(), sample_size=len(x))
-
-        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), both)
-        MomentumTeacher(teacher, model, 0.9, own_statistics=True).attach(trainer)
-        Checkpoint(tmp_path / str(breaks), every=2).attach(trainer)
+        trainer, teacher = with_a_teacher(3, 4, tmp_path / str(breaks), own_statistics=True)
 
         @trainer.on(TrainEvents.BACKWARD_COMPLETED(once=3))
         def stop() -> None:

@@ -1,4 +1,4 @@
-"""What an update that is skipped leaves in the buffers that forward moves: nothing; and what is said where they stay spoilt."""
+"""An update that is skipped leaves no trace in the buffers that forward moves; where they stay spoilt, a message says so."""
 
 from __future__ import annotations
 
