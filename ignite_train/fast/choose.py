@@ -13,7 +13,7 @@ from ignite_train.fast.compiled_gather import CompiledGather, say_why_not_compil
 from ignite_train.fast.compiled_step import CompiledStep
 from ignite_train.fast.direct_engine import direct_engine
 from ignite_train.fast.folded_step import FoldedStep, FoldedSteps, why_never_folded
-from ignite_train.fast.queued_step import QueuedStep, StepIfNotMade
+from ignite_train.fast.queued_step import QueuedStep
 from ignite_train.fast.unwrapped_step import UnwrappedStep
 from ignite_train.model.optimizers import Optimizers
 from ignite_train.ranks.crossing import AloneCrossing
@@ -96,7 +96,6 @@ def _fold(update: Update) -> None:
             rules=update.rules,
             loss_scaling=update.loss_scaling,
         )
-        update.stepper = StepIfNotMade(folded)
 
 
 def _compile(update: Update, optimizer: Optimizer, settings: Mapping[str, Any]) -> None:
@@ -119,8 +118,6 @@ def _compile(update: Update, optimizer: Optimizer, settings: Mapping[str, Any]) 
         settings=settings,
         host_statistics=statistics,
     )
-    if not isinstance(update.stepper, StepIfNotMade):
-        update.stepper = StepIfNotMade(update.stepper)
 
 
 def settings_of_graphs(options: Compile, device: torch.device) -> dict[str, Any] | None:

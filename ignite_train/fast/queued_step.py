@@ -19,9 +19,8 @@ from ignite_train.trainer import Trainer
 from ignite_train.update.decision import EPSILON, Rules
 from ignite_train.update.gather import Gather
 from ignite_train.update.loss_scaling import LossScaling
-from ignite_train.update.stepper import Stepper
 
-__all__ = ["QueuedStep", "StepIfNotMade", "decide_on_device"]
+__all__ = ["QueuedStep", "decide_on_device"]
 
 
 @dataclass(kw_only=True)
@@ -97,25 +96,6 @@ class QueuedStep(Gather):
             f"moments, and no handler of GRADIENTS_REDUCED or GRADIENTS_READY stands in between: {now}"
         )
         self._logged = True
-
-
-class StepIfNotMade:
-    """A stepper for updates whose step the device may have made by the time that the host comes to it.
-
-    Args:
-        stepper: makes the step where the device has not.
-
-    Attributes:
-        watch: see `Stepper`.
-    """
-
-    def __init__(self, stepper: Stepper) -> None:
-        self._stepper, self.watch = stepper, stepper.watch
-
-    def __call__(self, mean_factor: float, *clip_coefficients: float) -> None:
-        """See `Stepper`."""
-        if not self.watch.entered:
-            self._stepper(mean_factor, *clip_coefficients)
 
 
 def decide_on_device(reduced: Reduced, rules: Rules, loss_scale: float) -> tuple[Tensor, Tensor]:

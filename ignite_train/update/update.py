@@ -173,8 +173,8 @@ class Update:
         applied = output.skipped_reason is None
         if not applied or output.num_out_of_memory or self.policy.in_a_row:
             self.policy(trainer.state.iteration, micro_batches, self.gather.num_placeholders, output)
-        # The step of a closure is made by now.
-        if applied and self._closure_step is None:
+        # A closure has made its step by now, and so may a device.
+        if applied and not self.stepper.watch.entered:
             self.take_step(decision, output)
         if self.gather.crossing.learns_outcome:
             self.gather.crossing.close(applied=applied)
