@@ -140,27 +140,13 @@ class _NoData(nn.Module):
 
     def __init__(self, module: nn.Module, parameters: list[nn.Parameter], sparse: set[int]) -> None:
         super().__init__()
-        self._borrowed = sparse, *parameters
+        self._borrowed = parameters, sparse
         share_contents(self, module)
 
     def forward(self) -> Tensor:
-        zero: Tensor = _NoGradients.apply(*self._borrowed)  # type: ignore[no-untyped-call]
-        return zero
+        return _visiting(*self._borrowed)
 
     __call__ = forward  # without the hooks that torch has for all modules
-
-
-class _NoGradients(torch.autograd.Function):
-    """A zero whose backward gives no gradients, but sparse ones without rows, on which DDP insists, and zeros to hooks."""
-
-    @staticmethod
-    def forward(ctx: Any, sparse: set[int], *parameters: Tensor) -> Tensor:
-        ctx.sparse, ctx.parameters = sparse, parameters
-        return torch.zeros((), device=parameters[0].device)  # real, as a loss must be, whatever the parameters are
-
-    @staticmethod
-    def backward(ctx: Any, *_grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        return None, *(_nothing_for(parameter, is_sparse=id(parameter) in ctx.sparse) for parameter in ctx.parameters)
 
 
 def _has_hooks(parameter: Tensor) -> bool:
@@ -168,6 +154,7 @@ def _has_hooks(parameter: Tensor) -> bool:
 
 
 def _nothing_for(parameter: Tensor, *, is_sparse: bool) -> Tensor | None:
+    """No gradient; of a sparse one no rows, since DDP insists on a gradient there, and zeros for hooks."""
     if is_sparse:
         return no_rows(parameter)
     return torch.zeros_like(parameter) if _has_hooks(parameter) else None
@@ -225,17 +212,17 @@ def _set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def _visiting(parameters: Sequence[nn.Parameter], sparse: set[int]) -> Tensor:
-    """A zero whose backward comes to one parameter after the other, the last one first."""
-    zero = torch.zeros((), device=parameters[0].device)
+    """A zero whose backward comes to one parameter after the other, the last one first, without a gradient for any."""
+    zero = torch.zeros((), device=parameters[0].device)  # real, as a loss must be, whatever the parameters are
     with torch.enable_grad():
         for parameter in parameters:
-            gradient = no_rows(parameter) if id(parameter) in sparse else None
-            zero = _Visit.apply(zero, parameter, gradient)  # type: ignore[no-untyped-call]
+            nothing = _nothing_for(parameter, is_sparse=id(parameter) in sparse)
+            zero = _Visit.apply(zero, parameter, nothing)  # type: ignore[no-untyped-call]
     return zero
 
 
 class _Visit(torch.autograd.Function):
-    """Gives a parameter no gradient, or, as DDP insists on with a sparse one, a gradient without rows."""
+    """Comes to a parameter in backward, and gives it what `_nothing_for` has found."""
 
     @staticmethod
     def forward(ctx: Any, earlier: Tensor, parameter: Tensor, gradient: Tensor | None) -> Tensor:  # noqa: ARG004
