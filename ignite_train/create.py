@@ -214,12 +214,10 @@ def _new_update(
     )
     kind = ElasticUpdate if crossing.members is not None else LocalUpdate if isinstance(crossing, LocalCrossing) else Update
     return kind(
-        state=passes.state,
         gather=gather,
         rules=Rules(crossing.averaged_over, passes.loss_scaling.enabled, limit, passes.options.normalize),
         norm_limits=_norm_limits_of(limits, stepper, crossing),
         stepper=stepper,
-        options=passes.options,
     )
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from ignite_train.forward import BoundForward
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.nonfinite import find_nonfinite
@@ -17,14 +15,10 @@ from ignite_train.model.random_state import Draws
 from ignite_train.ranks import collectives
 from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.rank_vote import RankVote
-from ignite_train.state import Carried
-from ignite_train.update.loss_scaling import LossScaling, scale_near_floor
+from ignite_train.update.forward_backward import ForwardBackward
+from ignite_train.update.loss_scaling import scale_near_floor
 
 __all__ = ["NonFiniteSearch"]
-
-
-class _LossOf(Protocol):
-    def __call__(self, micro_batch: Any, index: int | None = None) -> Tensor: ...
 
 
 class NonFiniteSearch:
@@ -36,14 +30,10 @@ class NonFiniteSearch:
     not be found.
 
     Args:
-        crossing: has the model without a wrapper, and runs placeholders.
+        passes: runs forward of a micro-batch again. Without loss scaling an update is searched if it ends the run; with it, if
+            it overflows near the floor of the scale.
+        crossing: runs placeholders.
         gradients: dropped by a search.
-        carried: what forward carries.
-        forward: the user's.
-        loss_of: runs the user's forward of a micro-batch on the model without a wrapper, and scales the loss as the update did;
-            takes the index in the group too, but for a placeholder.
-        raises: whether an update that is not finite ends the run without loss scaling.
-        loss_scaling: the policy; an overflow near its floor is searched for too.
 
     Attributes:
         gradients: the same.
@@ -51,26 +41,15 @@ class NonFiniteSearch:
         marks_always: whether the random state is remembered also where no search is possible, for an update that is repeated.
     """
 
-    def __init__(
-        self,
-        *,
-        crossing: Crossing,
-        gradients: Gradients,
-        carried: Carried,
-        forward: BoundForward,
-        loss_of: _LossOf,
-        raises: bool,
-        loss_scaling: LossScaling,
-    ) -> None:
-        self._crossing, self.gradients, self._carried, self._loss_of = crossing, gradients, carried, loss_of
-        self._forward_state, self._vote = ForwardState(crossing.module, carried, forward), RankVote()
+    def __init__(self, passes: ForwardBackward, crossing: Crossing, gradients: Gradients) -> None:
+        self._passes, self._crossing, self.gradients = passes, crossing, gradients
+        self._forward_state, self._vote = ForwardState(passes.module, passes.carried, passes.user_forward), RankVote()
         self.draws = Draws(self._forward_state.find_generators)
-        if loss_scaling.enabled:
-            self._largest_scale = scale_near_floor(loss_scaling)
+        self._loss_scaling, self.marks_always = passes.loss_scaling, False
+        if self._loss_scaling.enabled:
+            self._largest_scale = scale_near_floor(self._loss_scaling)
         else:
-            self._largest_scale = math.inf if raises else 0.0
-        self.marks_always = False
-        self._loss_scaling = loss_scaling
+            self._largest_scale = math.inf if passes.options.on_nonfinite == "raise" else 0.0
 
     @property
     def may_mark(self) -> bool:
@@ -119,13 +98,14 @@ class NonFiniteSearch:
 
     def _replay(self, micro_batches: Sequence[Any], num_placeholders: int) -> str | None:
         """The finding of this rank. All that forward changes is put back."""
-        module, now = self._crossing.module, self._forward_state.mark()
+        passes, now = self._passes, self._forward_state.mark()
         self.draws.put_back()
-        self._carried.rewind()
+        passes.carried.rewind()
         self.gradients.clear()
         # On several ranks each goes through its whole group: forward may have collectives that this library cannot see.
-        found = find_nonfinite(module, micro_batches, self._loss_of, all_of_them=collectives.world_size() > 1)
+        in_step = collectives.world_size() > 1
+        found = find_nonfinite(passes.module, micro_batches, passes.loss_without_wrapper, all_of_them=in_step)
         for _ in range(0 if self._crossing.forward_is_local else num_placeholders):
-            self._crossing.take_part(self._loss_of, torch.autograd.backward)
+            self._crossing.take_part(passes.loss_without_wrapper, torch.autograd.backward)
         self._forward_state.put_back(now)
         return found

@@ -14,6 +14,7 @@ from ignite_train.errors import GaveUpError, LossScaleFloorError, NonFiniteError
 from ignite_train.model.nonfinite import spoilt_buffer
 from ignite_train.state import UpdateOutput
 from ignite_train.update.nonfinite_search import NonFiniteSearch
+from ignite_train.update.options import UpdateOptions
 from ignite_train.update.out_of_memory import advise
 from ignite_train.update.parts import Scale
 
@@ -28,16 +29,14 @@ class SkipPolicy:
         module: the model without a wrapper.
         scale: tells the loss scaling of an overflow.
         search: looks for the first value that is not finite.
-        raises: whether an update that is not finite ends the run without loss scaling.
-        limit: how many updates in a row that are not finite, or run out of memory, end the run; None: no number does.
+        options: `on_nonfinite` and `give_up_after` are what it follows.
         in_a_row: how many there were, by what happened.
     """
 
     module: nn.Module
     scale: Scale
     search: NonFiniteSearch
-    raises: bool
-    limit: int | None
+    options: UpdateOptions
     in_a_row: dict[str, int] = field(default_factory=dict)
 
     def __call__(self, update: int, micro_batches: Sequence[Any], num_placeholders: int, output: UpdateOutput) -> None:
@@ -55,7 +54,7 @@ class SkipPolicy:
             GaveUpError: there were too many failures in a row.
         """
         reason = output.skipped_reason
-        if reason == "nonfinite" and self.raises:
+        if reason == "nonfinite" and self.options.on_nonfinite == "raise":
             raise self._nonfinite_error(update, micro_batches, num_placeholders, output)
         scale_fell = reason == "overflow" and self.lower_scale(micro_batches, num_placeholders, output)
         self.count(update, output, scale_fell=scale_fell)
@@ -77,8 +76,8 @@ class SkipPolicy:
             self._count(update, "ran out of memory")
 
     def _count(self, update: int, what: str) -> None:
-        count = self.in_a_row.get(what, 0) + 1
-        if self.limit is not None and count >= self.limit:
+        count, limit = self.in_a_row.get(what, 0) + 1, self.options.give_up_after
+        if limit is not None and count >= limit:
             raise GaveUpError(update, count, what)
         self.in_a_row[what] = count
 

@@ -42,11 +42,11 @@ class Update:
     """The work of a trainer on one group of micro-batches: a step along Σ∇loss / Σsample_size, over all ranks too.
 
     Attributes:
-        state: of the trainer.
         gather: adds up gradients and sums on this rank, and then over the ranks.
         rules: what the decision follows.
         norm_limits: limits of single optimizers.
         stepper: moves the parameters.
+        state: of the trainer.
         options: the rare settings.
         loss_scaling: the policy of the loss scale.
         journal: what is kept or put back at each end of an update.
@@ -54,12 +54,12 @@ class Update:
         policy: what follows where no step is made.
     """
 
-    state: TrainState
     gather: Gather
     rules: Rules
     norm_limits: NormLimits | None
     stepper: Stepper
-    options: UpdateOptions
+    state: TrainState = field(init=False)
+    options: UpdateOptions = field(init=False)
     loss_scaling: LossScaling = field(init=False)
     journal: Journal = field(init=False)
     policy: SkipPolicy = field(init=False)
@@ -223,26 +223,16 @@ class Update:
     def __post_init__(self) -> None:
         # What it gives its parts to call must not keep it, its model and its optimizer alive.
         gather, passes = self.gather, self.gather.passes
+        self.state, self.options = passes.state, passes.options
         self.loss_scaling, self._seeding = passes.loss_scaling, passes.seeding
         self._gradient_changes = GradientChanges(
             gradients=gather.gradients, crossing=gather.crossing, guard=passes.guard, rules=self.rules
         )
-        raises = self.options.on_nonfinite == "raise"
-        search = NonFiniteSearch(
-            crossing=gather.crossing,
-            gradients=gather.gradients,
-            carried=passes.carried,
-            forward=passes.user_forward,
-            loss_of=passes.loss_without_wrapper,
-            raises=raises,
-            loss_scaling=self.loss_scaling,
-        )
+        search = NonFiniteSearch(passes, gather.crossing, gather.gradients)
         self.journal = Journal(self.stepper.watch)
         self.parts = Parts(passes, gather.gradients, gather.statistics, search, self.journal.ending)
         self.journal.choose(self.parts.choose())
-        self.policy = SkipPolicy(
-            module=passes.module, scale=self.parts.scale, search=search, raises=raises, limit=self.options.give_up_after
-        )
+        self.policy = SkipPolicy(module=passes.module, scale=self.parts.scale, search=search, options=self.options)
         if self.options.closure and isinstance(self.stepper, OneStepper):
             self._closure_step = ClosureStep(
                 stepper=self.stepper,
