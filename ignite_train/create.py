@@ -560,14 +560,7 @@ def _recovery(
             "a rank that leaves its backward leaves the others waiting in theirs; "
             "pass a plain model and options=UpdateOptions(reduction='explicit')"
         )
-    return RecoverFromOutOfMemory(
-        split=on_out_of_memory == "split",
-        module=crossing.module,
-        gradients=gradients,
-        statistics=statistics,
-        carried=passes.carried,
-        forward=passes.user_forward,
-    )
+    return RecoverFromOutOfMemory(passes, gradients, statistics)
 
 
 def _grouping(accumulation_steps: AccumulationSteps, options: UpdateOptions, crossing: Crossing) -> MicroBatchGrouping:

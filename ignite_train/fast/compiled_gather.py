@@ -208,7 +208,7 @@ class CompiledGather(Gather):
         plans, tensors = begun
         if self._current is None:
             if plans not in self._graphs:
-                self._graphs[plans] = self._new_graphs(plans)
+                self._graphs[plans] = UpdateGraphs(self.passes, self._forward_state, plans, self.rules, self.settings)
             self._current = self._graphs[plans]
             self._stepped = [self.passes.model.get_parameter(name) for plan in plans for name in plan.names]
             self._kinds = {(one.device, one.dtype) for one in self._stepped}
@@ -231,17 +231,6 @@ class CompiledGather(Gather):
         if torch.is_anomaly_enabled():
             return "torch's detection of anomalies is switched on"
         return self._step.why_not()
-
-    def _new_graphs(self, plans: tuple[StepPlan, ...]) -> UpdateGraphs:
-        return UpdateGraphs(
-            forward=self.passes.user_forward,
-            model=self.passes.model,
-            forward_state=self._forward_state,
-            plans=plans,
-            precision=self.passes.precision,
-            rules=self.rules,
-            settings=self.settings,
-        )
 
     def _say(self, reason: str) -> None:
         if reason not in self._said:

@@ -8,7 +8,7 @@ from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ignite_train.errors import ForwardContractError
 from ignite_train.fast.compiled_step import StepPlan, computed_once, stepped
@@ -16,13 +16,13 @@ from ignite_train.fast.direct_graph import inductor
 from ignite_train.fast.folded_step import LARGEST_DIVISOR, SMALLEST_DIVISOR
 from ignite_train.fast.graph_numbers import GraphNumbers
 from ignite_train.fast.graph_trial import GraphTrial
-from ignite_train.forward import BoundForward, Mean
+from ignite_train.forward import Mean
 from ignite_train.metrics import is_published_metric
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import sharing_memory
-from ignite_train.model.precision import Precision
 from ignite_train.model.random_state import NUMPY, PYTHON, RandomState
 from ignite_train.update.decision import EPSILON, Rules
+from ignite_train.update.forward_backward import ForwardBackward
 
 __all__ = ["CannotCompileError", "Gathered", "UpdateGraphs", "mark_static_address"]
 
@@ -79,11 +79,9 @@ class UpdateGraphs:
     those of one that was never interrupted. Torch compiles each of the four up to `torch._dynamo.config.recompile_limit` times.
 
     Args:
-        forward: the user's.
-        model: whose update it is.
+        passes: forward.
         forward_state: what forward may change.
         plans: how the parameters of each group are stepped.
-        precision: that of forward.
         rules: what the decision follows.
         settings: arguments of `torch.compile`.
 
@@ -93,20 +91,17 @@ class UpdateGraphs:
 
     def __init__(
         self,
-        *,
-        forward: BoundForward,
-        model: nn.Module,
+        passes: ForwardBackward,
         forward_state: ForwardState,
         plans: tuple[StepPlan, ...],
-        precision: Precision,
         rules: Rules,
         settings: Mapping[str, Any],
     ) -> None:
-        self._forward, self._model, self._forward_state = forward, model, forward_state
-        self._plans, self._precision = plans, precision
+        self._forward, self._model, self._precision = passes.user_forward, passes.model, passes.precision
+        self._forward_state, self._plans = forward_state, plans
         self._max_grad_norm, self._normalize, self._scales_loss = rules.max_grad_norm, rules.normalize, rules.scales_loss
         self._settings, self.draw = settings, False
-        self._adds_in_place = not _are_cuda_graphs(settings, next(model.parameters()).device)
+        self._adds_in_place = not _are_cuda_graphs(settings, next(self._model.parameters()).device)
         self._whole, self._first = self._compiled(UpdateGraphs._trace_whole), self._compiled(UpdateGraphs._trace_first)
         self._further, self._last = self._compiled(UpdateGraphs._trace_further), self._compiled(UpdateGraphs._trace_last)
 

@@ -46,7 +46,7 @@ class StepWatch:
         self._ask_device: Callable[[], bool] | None = None
 
     def begin(self) -> None:
-        """Nothing has moved in the update that begins."""
+        """Nothing has moved in the update that begins, or that was put back to its beginning."""
         self.entered.clear()
         self._ask_device = None
 
@@ -83,10 +83,6 @@ class StepWatch:
         self._ask_device = None
         if not moved:
             self.entered.clear()
-
-    def take_back(self) -> None:
-        """All that was moved was put back."""
-        self.entered.clear()
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Stands around a call of `optimizer.step`."""

@@ -48,25 +48,24 @@ class ClosureStep:
     Attributes:
         stepper: steps the optimizer.
         gather: evaluates the loss of a group again.
-        forward_state: what forward may change.
     """
 
     stepper: OneStepper
     gather: Gather
-    forward_state: ForwardState
     _beginning: ForwardMark | None = None
     _stepped: dict[int, Tensor] = field(default_factory=dict)  # the parameters that had a gradient when the optimizer stepped
 
     def __post_init__(self) -> None:
         passes = self.gather.passes
         self._gradients, self._seeding, self._options = self.gather.gradients, passes.seeding, passes.options
+        self._forward_state = ForwardState(passes.module, passes.carried, passes.user_forward)
         self._replays = self._options.closure == "replay"
         self._if_not_finite: SkippedReason = "overflow" if passes.loss_scaling.enabled else "nonfinite"
 
     def mark(self) -> None:
         """Remembers what forward may change before the first evaluation, if it is to be replayed."""
         if self._replays:
-            self._beginning, self._stepped = self.forward_state.mark(), {}
+            self._beginning, self._stepped = self._forward_state.mark(), {}
 
     def __call__(
         self,
@@ -106,14 +105,12 @@ class ClosureStep:
             self.stepper.step_with_closure(closure)
             if not before.is_finite():
                 raise _NotFiniteError(decision._replace(grad_norm=math.nan, skipped_reason=self._if_not_finite))
-        except _NotFiniteError as error:
+        except BaseException as error:
             before.put_back()
-            self.stepper.watch.take_back()
+            self.stepper.watch.begin()
+            if not isinstance(error, _NotFiniteError):
+                raise
             return error.decision, number
-        except BaseException:
-            before.put_back()
-            self.stepper.watch.take_back()
-            raise
         return decision, number
 
     def _evaluate(
@@ -155,12 +152,12 @@ class ClosureStep:
             self.gather.passes.carried.rewind()
             yield
             return
-        now = self.forward_state.mark()
-        self.forward_state.put_back(self._beginning, stepped=self._stepped.values())
+        now = self._forward_state.mark()
+        self._forward_state.put_back(self._beginning, stepped=self._stepped.values())
         try:
             yield
         finally:
-            self.forward_state.put_back(now)
+            self._forward_state.put_back(now)
 
     def _make_mean(self, decision: Decision) -> None:
         """Multiplies the gradients to be the clipped mean; out of place, where they have graphs."""

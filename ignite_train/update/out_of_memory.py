@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.micro_batch_rollback import writing_error, written_into
 from ignite_train.ranks.statistics import Statistics
-from ignite_train.state import Carried
+from ignite_train.update.forward_backward import ForwardBackward
 from ignite_train.update.halves import halves, is_of_samples, num_samples, uncut
 
 __all__ = ["RecoverFromOutOfMemory", "advise", "memory_summary"]
@@ -68,27 +67,16 @@ class RecoverFromOutOfMemory:
     The price is a second buffer of gradients while a micro-batch runs.
 
     Args:
-        split: halve, rather than drop; what fitted is remembered, so that later ones are cut beforehand.
-        module: whose buffers are put back.
+        passes: forward, whose changes are put back. With `on_out_of_memory="split"` a micro-batch is halved, rather than
+            dropped; what fitted is remembered, so that later ones are cut beforehand.
         gradients: which are put back.
         statistics: which are put back, and told of each failure.
-        carried: what forward carries, which is put back.
-        forward: the user's, whose generators are put back.
     """
 
-    def __init__(
-        self,
-        *,
-        split: bool,
-        module: nn.Module,
-        gradients: Gradients,
-        statistics: Statistics,
-        carried: Carried | None = None,
-        forward: Any = None,
-    ) -> None:
-        self._split = split
+    def __init__(self, passes: ForwardBackward, gradients: Gradients, statistics: Statistics) -> None:
+        self._split = passes.options.on_out_of_memory == "split"
         # Copies of all parameters are what a lack of memory is made of.
-        self._forward_state = ForwardState(module, carried, forward, copies=False)
+        self._forward_state = ForwardState(passes.module, passes.carried, passes.user_forward, copies=False)
         self._gradients, self._statistics = gradients, statistics
         self._fits: int | None = None
         self._waiting: deque[Any] = deque()

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ignite_train.arguments import COUNTS, check_fields, describe
 from ignite_train.events import TrainEvents
 from ignite_train.forward import Forward
-from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import no_gradient_error
 from ignite_train.model.seeding import Seeding
 from ignite_train.ranks.statistics import Totals
@@ -234,11 +233,7 @@ class Update:
         self.journal.choose(self.parts.choose())
         self.policy = SkipPolicy(module=passes.module, scale=self.parts.scale, search=search, options=self.options)
         if self.options.closure and isinstance(self.stepper, OneStepper):
-            self._closure_step = ClosureStep(
-                stepper=self.stepper,
-                gather=gather,
-                forward_state=ForwardState(passes.module, passes.carried, passes.user_forward),
-            )
+            self._closure_step = ClosureStep(stepper=self.stepper, gather=gather)
 
     # --- what its trainer asks; see `Process` -----------------------------------------------------------------------------
 

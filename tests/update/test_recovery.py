@@ -375,9 +375,9 @@ def recover_under_hooks() -> None:
     model = cuts.linear()
     ddp, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = create_trainer(ddp, optimizer, forward, options=UpdateOptions(reduction="ddp"))
-    update: Any = trainer.process
-    parts = {"gradients": update.gather.gradients, "statistics": update.gather.statistics}
-    update.gather.recovery = RecoverFromOutOfMemory(split=False, module=model, **parts)  # what create_trainer refuses
+    process: Any = trainer.process
+    gather = process.gather
+    gather.recovery = RecoverFromOutOfMemory(gather.passes, gather.gradients, gather.statistics)  # what create_trainer refuses
     trainer.run(cuts.shard([[8] * 4, [8] * 4]), max_epochs=1)
 
 
