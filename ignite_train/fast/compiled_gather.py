@@ -146,7 +146,7 @@ class CompiledGather(Gather):
             return Totals(size, loss, result.num_micro_batches, 0, logs, agreed, norm, (), weights)
         statistics = self.host_statistics
         statistics.add(ForwardOutput(loss, size, _pairs(logs, weights)))
-        statistics.pack(trainer.requests, trainer.piggybacks, alone=True)
+        statistics.pack(trainer.requests, trainer.piggybacks)
         return statistics.finish(norm)._replace(num_micro_batches=result.num_micro_batches)
 
     def _note_step(self) -> None:

@@ -94,5 +94,5 @@ class AloneCrossing(Crossing):
 
     def finish(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:
         """The norm."""
-        statistics.pack(*outgoing, alone=True)
+        statistics.pack(*outgoing)
         return gradients.norm()

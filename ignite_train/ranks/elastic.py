@@ -50,7 +50,7 @@ class ElasticCrossing(Crossing):
         self.members.confirm()
         statistics.ranks = self.members
         if self.members.size == 1:
-            statistics.pack(*outgoing, alone=True)
+            statistics.pack(*outgoing)
             return gradients.norm()
         cut = _cut(gradients)
         flats = [join_parts(bucket) for bucket in cut]

@@ -158,7 +158,7 @@ class Statistics:
         self._norm_squared: float | Tensor = 0.0
         self._piggybacks: Sequence[Piggyback] = ()
         self._payload: list[float] = []
-        self._num_ranks, self._num_beside = 1, 0
+        self._num_beside = 0
         self._vector: Tensor | None = None
         self._work: collectives.StartedSum | None = None
         if not self.on_host:
@@ -210,21 +210,18 @@ class Statistics:
         piggybacks: Sequence[Piggyback] = (),
         norm_squared: float | Tensor = 0.0,
         *,
-        alone: bool = False,
         beside: int = 0,
     ) -> Tensor | None:
         """The vector to sum over the ranks, in place; None if there is a single rank. Nothing is added later.
 
-        A caller that knows that there is one rank passes `alone=True`. `beside` is how many numbers cross in the same
-        collective.
+        `beside` is how many numbers cross in the same collective.
         """
         self._norm_squared, self._num_beside = norm_squared, beside
         stop, stop_epoch, more_data = requests.stop, requests.stop_epoch, requests.more_data  # as they are now
         self._requests = RankRequests(stop, stop_epoch, more_data, requests.interrupt, requests.changes_gradients)
         self._piggybacks = piggybacks
         self._payload = [float(number) for piggyback in piggybacks for number in piggyback.payload()] if piggybacks else []
-        self._num_ranks = 1 if alone else self.ranks.size
-        if self._num_ranks > 1:
+        if self.ranks.size > 1:
             self._vector = self._as_vector()
         return self._vector
 
@@ -378,12 +375,12 @@ class Statistics:
             own = self._vector.numel() + self._num_beside
             raise ValueError(
                 f"the trainer must be alike on all ranks, got {own} numbers of an update on this rank, and on average "
-                f"{total / self._num_ranks:g}; attach the same handlers, and freeze the same parameters, on all ranks"
+                f"{total / self.ranks.size:g}; attach the same handlers, and freeze the same parameters, on all ranks"
             )
 
     def _length_of_all(self, vector: Tensor) -> int:
         """The sum of the lengths that the ranks have sent, if all have sent as much as this one."""
-        return (vector.numel() + self._num_beside) * self._num_ranks
+        return (vector.numel() + self._num_beside) * self.ranks.size
 
     def _exchange_names(self) -> None:
         """A log has a name that some rank did not know: all ranks learn it, and repeat the reduction. Collective."""

@@ -147,7 +147,7 @@ def test_a_norm_that_the_host_has_is_decided_on_by_the_host(monkeypatch: pytest.
     monkeypatch.setattr(to_host, "_HOST", "nowhere")
     statistics = Statistics(torch.device("cpu"))
     statistics.add(ForwardOutput(torch.ones(()), 1))
-    statistics.pack(RankRequests(), alone=True)
+    statistics.pack(RankRequests())
     assert statistics.reduced(1.0) is None
     assert statistics.reduced(torch.ones(())) is not None
 
