@@ -56,7 +56,7 @@ class Progress:
         ended: the latest run has come to the last of its closing events. One that is told to stop has yet to fire COMPLETED at
             TERMINATE, and after INTERRUPT.
         micro_batches_before: `state.num_micro_batches` before the running update.
-        warned: what was warned about and is not said again.
+        warned: what was said in the log, warnings mostly, and is not said again.
     """
 
     running: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.events import TrainEvents
-from ignite_train.forward import ForwardOutput
 from ignite_train.model.gradients import SMALLEST_NORM, Gradients, may_trust_norm
 from ignite_train.model.learning_rates import LearningRates
 from ignite_train.model.seeding import Seeding
@@ -59,7 +58,6 @@ class Gather:
     _seeding: Seeding | None = field(init=False)
     _guard: HandlerGuard = field(init=False)
     _state: TrainState = field(init=False)
-    _on_backward: Sequence[Callable[[ForwardOutput], object]] = ()  # see `Moments`
     _is_started_heard: bool = False  # whether MICRO_BATCH_STARTED has handlers
     _is_guarded: bool = False  # whether an event has handlers that must not change gradients, so that these are compared
 
@@ -100,7 +98,7 @@ class Gather:
                     passes.backward_from(state.forward_output.loss)()
                     # The next backward adds to these gradients in place, which must not reach those of another parameter.
                     gradients.separate()
-                    for callback in self._on_backward:
+                    for callback in trainer.moments.on_backward:
                         callback(state.forward_output)
             if self._is_guarded:
                 self._guard.fire(trainer, _BACKWARD_COMPLETED)
@@ -202,7 +200,6 @@ class Gather:
         self._is_guarded = trainer.has_handlers(_FORWARD_COMPLETED) or trainer.has_handlers(_BACKWARD_COMPLETED)
         self._is_started_heard = trainer.has_handlers(_MICRO_BATCH_STARTED)
         self._guard.has_other_handlers = True
-        self._on_backward = trainer.moments.on_backward
 
     def _take_part(self, trainer: Trainer) -> None:
         """In place of the micro-batches that this rank lacks."""

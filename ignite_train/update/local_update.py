@@ -74,7 +74,6 @@ class LocalUpdate(Update):
 
     _own: _OwnDecision = field(init=False)
     _trainer: Trainer = field(init=False)
-    _is_warned: bool = field(init=False, default=False)
     _num_updates_apart: int = field(init=False, default=0)  # in which a rank that was not finite skipped alone
 
     def join(self, trainer: Trainer) -> None:
@@ -140,8 +139,8 @@ class LocalUpdate(Update):
     def _note_that_replicas_differ(self, trainer: Trainer, *, applied: bool) -> None:
         if applied:
             trainer.replicas.are_equal = False
-        if not trainer.moments.after_update and not self._is_warned:
-            self._is_warned = True
+        if not trainer.moments.after_update and "replicas differ" not in trainer.progress.warned:
+            trainer.progress.warned.add("replicas differ")
             logging.getLogger("ignite_train").warning(
                 "with reduction='local' nothing makes the replicas equal again; attach an OuterOptimizer, or use one process"
             )

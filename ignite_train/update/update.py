@@ -21,7 +21,7 @@ from ignite_train.trainer import Trainer
 from ignite_train.update.closure_step import ClosureStep
 from ignite_train.update.decision import Decision, Rules, decide
 from ignite_train.update.gather import Gather
-from ignite_train.update.gradient_changes import GradientChanges
+from ignite_train.update.gradient_changes import decide_on_gradient_changes
 from ignite_train.update.journal import End, Journal
 from ignite_train.update.loss_scaling import LossScaling
 from ignite_train.update.nonfinite_search import NonFiniteSearch
@@ -63,7 +63,6 @@ class Update:
     journal: Journal = field(init=False)
     policy: SkipPolicy = field(init=False)
     parts: Parts = field(init=False)
-    _gradient_changes: GradientChanges = field(init=False)
     _seeding: Seeding | None = field(init=False)
     _closure_step: ClosureStep | None = field(init=False, default=None)
     _is_shown: bool = field(init=False, default=False)  # whether GRADIENTS_READY has handlers
@@ -118,7 +117,7 @@ class Update:
         if totals.requests.changes_gradients:
             # They read loss and sample sizes of this update; what they leave of the gradients makes another record.
             trainer.state.update_output = Update.make_record(self, totals, decision)
-            decision = self._gradient_changes(trainer, decision)
+            decision = decide_on_gradient_changes(trainer, self.gather, self.rules, decision)
         return decision if self.norm_limits is None else self.norm_limits(decision)
 
     def _show(self, trainer: Trainer, totals: Totals, decision: Decision) -> UpdateOutput:
@@ -224,9 +223,6 @@ class Update:
         gather, passes = self.gather, self.gather.passes
         self.state, self.options = passes.state, passes.options
         self.loss_scaling, self._seeding = passes.loss_scaling, passes.seeding
-        self._gradient_changes = GradientChanges(
-            gradients=gather.gradients, crossing=gather.crossing, guard=passes.guard, rules=self.rules
-        )
         search = NonFiniteSearch(passes, gather.crossing, gather.gradients)
         self.journal = Journal(self.stepper.watch)
         self.parts = Parts(passes, gather.gradients, gather.statistics, search, self.journal.ending)
