@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ignite_train.internals.of_torch import version_of
 from ignite_train.model.forward_state import ForwardMark, ForwardState
 from ignite_train.model.gradients import Gradients, times
 from ignite_train.model.micro_batch_rollback import writing_error, written_into
-from ignite_train.model.optimizers import inner_optimizers
+from ignite_train.model.optimizers import each_optimizer
 from ignite_train.ranks.messages import Outgoing, RankRequests
 from ignite_train.ranks.statistics import Totals
 from ignite_train.state import SkippedReason
 from ignite_train.trainer import Trainer
 from ignite_train.update.decision import Decision
 from ignite_train.update.gather import Gather
+from ignite_train.update.handler_guard import HandlerGuard
 from ignite_train.update.stepper import OneStepper
 
 __all__ = ["ClosureStep"]
@@ -89,7 +89,7 @@ class ClosureStep:
         """
         before, number = _Before(self.stepper.optimizer), 1
         self._make_mean(decision)
-        known: _Evaluated | None = _Evaluated(self._gradients)
+        known: _Evaluated | None = _Evaluated(self._gradients, self.gather.passes.guard)
 
         def closure() -> Tensor:
             nonlocal number, known
@@ -182,20 +182,13 @@ class _NotFiniteError(Exception):
 class _Evaluated:
     """The gradients of an evaluation, to see whether they are still those."""
 
-    def __init__(self, gradients: Gradients) -> None:
-        self._gradients, self._seen, self._norm = gradients, self._look(gradients), float(gradients.norm())  # sync
+    def __init__(self, gradients: Gradients, guard: HandlerGuard) -> None:
+        self._gradients, self._guard = gradients, guard
+        self._seen, self._norm = guard.look(), float(gradients.norm())  # sync
 
     def is_unchanged(self) -> bool:
         """Whether they are. The norm is looked at because a change of `.grad.data` is not counted as a version."""
-        seen = self._look(self._gradients)
-        pairs = zip(seen, self._seen, strict=False)
-        same = len(seen) == len(self._seen) and all(one is other and now == then for (one, now), (other, then) in pairs)
-        return same and float(self._gradients.norm()) == self._norm  # sync
-
-    @staticmethod
-    def _look(gradients: Gradients) -> list[tuple[Tensor | None, int]]:
-        found = [parameter.grad for parameter in gradients.parameters()]
-        return [(gradient, -1 if gradient is None else version_of(gradient)) for gradient in found]
+        return self._guard.changed(self._seen, may_drop=False) is None and float(self._gradients.norm()) == self._norm  # sync
 
 
 class _Before:
@@ -203,9 +196,7 @@ class _Before:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._copies = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
-        self._optimizers = [
-            (one, _state_of(one), _options_of(one)) for one in (optimizer, *inner_optimizers(optimizer).values())
-        ]
+        self._optimizers = [(one, _state_of(one), _options_of(one)) for one in each_optimizer(optimizer)]
 
     def is_unchanged(self) -> bool:
         """Whether the parameters are where they were."""

@@ -85,10 +85,10 @@ class HandlerGuard:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Within it `forward` runs: without a step, and without a gradient that it leaves behind, changes or drops."""
-        before = self._look()
+        before = self.look()
         with self.no_step("forward", ForwardContractError):
             yield
-        if (seen := self._changed(before, may_drop=False)) is None:
+        if (seen := self.changed(before, may_drop=False)) is None:
             return
         parameter, gradient, _, _ = seen
         name = self._gradients.name(parameter)
@@ -127,10 +127,10 @@ class HandlerGuard:
 
     @contextmanager
     def _unchanged(self, event: str) -> Iterator[None]:
-        before = self._look(with_contents=self.is_watching)
+        before = self.look(with_contents=self.is_watching)
         with self.no_step(f"a handler of {event}"):
             yield
-        if (seen := self._changed(before)) is not None:
+        if (seen := self.changed(before)) is not None:
             name = self._gradients.name(seen[0])
             raise GradientAccessError(
                 f"a handler of {event} must not change gradients, and that of {name} is another one now: .grad is a sum "
@@ -138,7 +138,8 @@ class HandlerGuard:
                 "gradients of your own use torch.autograd.grad"
             )
 
-    def _look(self, *, with_contents: bool = False) -> list[_Seen]:
+    def look(self, *, with_contents: bool = False) -> list[_Seen]:
+        """The gradients as they are, for `changed`."""
         found = [(parameter, parameter.grad) for parameter in self._gradients.parameters()]
         return [
             (parameter, None, -1, b"")
@@ -148,7 +149,7 @@ class HandlerGuard:
         ]
 
     @staticmethod
-    def _changed(before: list[_Seen], *, may_drop: bool = True) -> _Seen | None:
+    def changed(before: list[_Seen], *, may_drop: bool = True) -> _Seen | None:
         """The first parameter that has another gradient than before; None if none has.
 
         Args:
