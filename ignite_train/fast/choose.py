@@ -92,9 +92,7 @@ def _fold(update: Update) -> None:
             learning_rates=gather.learning_rates,
             recovery=gather.recovery,
             stepper=folded,
-            watch=folded.watch,
             rules=update.rules,
-            loss_scaling=update.loss_scaling,
         )
 
 

@@ -13,12 +13,10 @@ from torch import Tensor
 from ignite_train.events import TrainEvents
 from ignite_train.fast.folded_step import LARGEST_DIVISOR, SMALLEST_DIVISOR, FoldedStep, FoldedSteps
 from ignite_train.model.gradients import SMALLEST_NORM
-from ignite_train.model.step_watch import StepWatch
 from ignite_train.ranks.statistics import Reduced, Totals
 from ignite_train.trainer import Trainer
 from ignite_train.update.decision import EPSILON, Rules
 from ignite_train.update.gather import Gather
-from ignite_train.update.loss_scaling import LossScaling
 
 __all__ = ["QueuedStep", "decide_on_device"]
 
@@ -40,25 +38,21 @@ class QueuedStep(Gather):
 
     Attributes:
         stepper: makes the step.
-        watch: told of the step.
         rules: of the trainer.
-        loss_scaling: has the loss scale.
     """
 
     stepper: FoldedStep | FoldedSteps
-    watch: StepWatch
     rules: Rules
-    loss_scaling: LossScaling
     _logged: bool = False
 
     def read(self, trainer: Trainer, norm: float | Tensor | None) -> Totals:
         """Reads the update's numbers; the device may have made the step that belongs to them."""
-        statistics, watch = self.statistics, self.watch
+        statistics, watch = self.statistics, self.stepper.watch
         reduced = statistics.reduced(norm)
         if reduced is None or self._why_not_queued(trainer) is not None:
             return super().read(trainer, norm)
         rates = self.learning_rates.unknown()
-        may_step, divisor = decide_on_device(reduced, self.rules, self.loss_scaling.scale)
+        may_step, divisor = decide_on_device(reduced, self.rules, self.passes.loss_scaling.scale)
         for rate in rates:
             may_step = may_step * torch.isfinite(rate).reshape(()).to(may_step.device)
         statistics.send(norm, [may_step, *rates])

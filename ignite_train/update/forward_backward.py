@@ -155,10 +155,6 @@ class ForwardBackward:
             self.agree_on_scale(output.sample_size)
         return output
 
-    def backward(self, output: ForwardOutput) -> None:
-        """Adds the gradients of the loss, times the loss scale, to `.grad`."""
-        self.backward_from(output.loss)()
-
     def backward_from(self, loss: Tensor) -> Callable[[], object]:
         """Gives a function that runs backward from the loss, times the loss scale, with no frame of ours in between."""
         engine, is_plain = self.engine, loss.requires_grad and self.loss_scaling.scale == 1.0

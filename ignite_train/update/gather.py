@@ -189,7 +189,7 @@ class Gather:
                 self.statistics.add(output)
                 if last:
                     self.crossing.start(outgoing, self.statistics, self.gradients, output.loss)
-                passes.backward(output)
+                passes.backward_from(output.loss)()
                 self.gradients.separate()
         state.micro_batch_in_group = None
         for number in range(self.num_placeholders, 0, -1):

@@ -147,7 +147,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     def call(*arguments: Any) -> Any:
         result = ordinary(*arguments)
-        found.append(arguments[0].watch.moved)
+        found.append(arguments[0].stepper.watch.moved)
         return result
 
     monkeypatch.setattr(QueuedStep, "read", call)
