@@ -15,11 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from ignite_train.arguments import describe
 from ignite_train.errors import ForwardContractError
-from ignite_train.metrics import PUBLISHED_METRICS, is_published_metric
+from ignite_train.metrics import is_published_metric
 
 __all__ = [
     "OF_THIS_MICRO_BATCH",
-    "RESERVED_NAMES",
     "TERM",
     "UNCOUNTED",
     "BoundForward",
@@ -35,10 +34,6 @@ __all__ = [
 ]
 
 _CONTRACT = "return ForwardOutput(loss, sample_size=..., logs={...}), (loss, sample_size) or a scalar mean loss"
-
-RESERVED_NAMES = frozenset(PUBLISHED_METRICS)
-"""The metrics that the evaluator and handlers publish, beside which the logs are put; see `is_published_metric` for those whose
-names depend on the run."""
 
 TERM = "loss/"
 """The beginning of the names of those logs that a loss of several terms leaves, one for each term."""

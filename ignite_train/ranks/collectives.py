@@ -74,13 +74,6 @@ class StartedSum(Protocol):
         """Returns once the sum is in the vector."""
 
 
-class _NothingToAdd:
-    """The sum of a single process."""
-
-    def wait(self) -> None:
-        """Returns at once."""
-
-
 class _GatheredSum:
     """A sum over the ranks to which each of them gives all others its numbers, and which each adds up for itself.
 
@@ -107,10 +100,8 @@ class _GatheredSum:
 
 
 def start_sum(vector: Tensor) -> StartedSum:
-    """Starts to sum `vector` over the ranks, in place. Wait on what it returns before reading."""
+    """Starts to sum `vector` over several ranks, in place. Wait on what it returns before reading."""
     ranks = world_size()
-    if ranks == 1:
-        return _NothingToAdd()
     if vector.is_cpu and ranks * vector.nbytes <= _GATHERED_BYTES:
         return _GatheredSum(vector, ranks)
     work: StartedSum = dist.all_reduce(vector, async_op=True)
@@ -119,7 +110,7 @@ def start_sum(vector: Tensor) -> StartedSum:
 
 def sum_over_ranks(*vectors: Tensor) -> None:
     """Sums each vector over the ranks, in place; all are under way at once. Blocking; nothing in a single process."""
-    for started in [start_sum(vector) for vector in vectors]:
+    for started in [start_sum(vector) for vector in vectors if world_size() > 1]:
         started.wait()
 
 
