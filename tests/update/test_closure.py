@@ -549,11 +549,24 @@ def test_a_parameter_that_was_not_finite_before_does_not_undo_the_step() -> None
     assert bit_by_bit(model.state_dict()) == before
 
 
-def test_the_optimizer_inside_is_put_back_too() -> None:
-    """If its step is what leaves parameters that are not finite."""
+class Around(Optimizer):
+    """Leaves all to the optimizer inside."""
+
+    def __init__(self, inside: Optimizer) -> None:
+        super().__init__(inside.param_groups, {})
+        self.inside, self.param_groups = inside, inside.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inside.step(closure)
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_the_optimizer_inside_is_put_back_too(around: bool) -> None:
+    """If its step is what leaves parameters that are not finite; also where it is inside of one that is inside."""
     model = network()
     optimizer = Sharpness(model.parameters(), lr=0.1, momentum=0.9)
-    trainer = create_trainer(model, optimizer, cuts.forward, options=UpdateOptions(closure=True, on_nonfinite="skip"))
+    outer = Around(optimizer) if around else optimizer
+    trainer = create_trainer(model, outer, cuts.forward, options=UpdateOptions(closure=True, on_nonfinite="skip"))
     batches = cuts.cut(cuts.samples(), [3, 2])
     trainer.update(batches[:1])
 
