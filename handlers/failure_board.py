@@ -58,7 +58,7 @@ class FailureBoard(Handler):
     """Ends all ranks within seconds, with a line that names the cause, when a rank raises in `trainer.run` or is killed.
 
     Without it the other ranks wait in their next collective until its timeout (10 or 30 minutes), or until a connection breaks.
-    All ranks must attach it: STARTED is collective. In a single process it does nothing.
+    All ranks must attach it: the beginning of a run is collective. In a single process it does nothing.
 
     A rank that raises first writes its rank, update and exception to the store at which the ranks met. Its exception is raised
     unchanged as soon as all others have read that, at most four seconds later. Only the first failure of a run is kept. On
@@ -79,7 +79,7 @@ class FailureBoard(Handler):
     a minute. A launcher that sends SIGTERM to the other ranks at once, as `idist.Parallel` and torchrun do, leaves no time for
     that and names the rank itself; with `StopOnSignal` attached both happen.
 
-    The messages carry a code that only these ranks can make, see `ignite_train.ranks.sealed_messages`. An error before STARTED,
+    The messages carry a code that only these ranks can make, see `ignite_train.ranks.sealed_messages`. An error before a run,
     such as a wrong argument on one rank alone, is not noticed. Tried with gloo, not with NCCL.
 
     Example:
@@ -95,7 +95,7 @@ class FailureBoard(Handler):
         self._watch: _Watch | None = None
 
     def attach(self, trainer: Trainer) -> None:
-        """Watches each run of `trainer`, from STARTED until the last handler of COMPLETED.
+        """Watches each run of `trainer`, from before STARTED until after the last handler of COMPLETED.
 
         A failure is written before handlers of EXCEPTION_RAISED that were attached earlier.
         """

@@ -34,8 +34,9 @@ _SILENCE_SECONDS = 60.0  # of a rank for which another waits in a collective
 class HangWatch(Handler):
     """Ends all ranks, each with its stacks on standard error, when one of them keeps the others waiting for `timeout_seconds`.
 
-    All ranks must attach it: STARTED is collective. It costs an update nothing. On every rank a thread writes the trainer's
-    counters to the store at which the ranks met, about once a second. With several ranks it acts in two cases only:
+    All ranks must attach it: the beginning of a run is collective. It costs an update nothing. On every rank a thread writes
+    the trainer's counters to the store at which the ranks met, about once a second. With several ranks it acts in two cases
+    only:
 
     - A rank has been silent for `timeout_seconds`, or for 60 seconds while another waits for it in a collective (180 by default
       in the first update, more with over 480 ranks): its machine is gone, its process is stopped, or it runs code that does not
@@ -101,7 +102,7 @@ class HangWatch(Handler):
         self._watch: _Watch | None = None
 
     def attach(self, trainer: Trainer, *, evaluator: Engine | None = None) -> None:
-        """Watches each run of `trainer` from STARTED until it is over; micro-batches of `evaluator` count as progress."""
+        """Watches each run of `trainer` from its beginning to its end; micro-batches of `evaluator` count as progress."""
         self._evaluator = evaluator
         trainer.replace_default(self)
         trainer.on_enter.append(self._start)

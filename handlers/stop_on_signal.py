@@ -41,9 +41,9 @@ class StopOnSignal(Handler):
     ended `grace_seconds` later, it logs that, writes the stacks of all threads to standard error and ends the process with
     status `128 + signal`. A second signal, two seconds or more after the first, ends the process at once.
 
-    Signal handlers are installed at STARTED. The earlier ones are put back when the run is over, also after an exception, and
-    in processes that are forked meanwhile. If several trainers are running, as for a GAN, a signal asks each trainer with
-    a StopOnSignal of its own to stop.
+    Signal handlers are installed when a run begins, before STARTED. The earlier ones are put back when the run is over,
+    also after an exception, and in processes that are forked meanwhile. If several trainers are running, as for a GAN, a
+    signal asks each trainer with a StopOnSignal of its own to stop.
 
     Python handles signals in the main thread only. Where `run` is called in another one, as Ray Train does, this handler warns
     once that it listens to nothing, and the run continues. Such an engine ends its processes itself; a `Checkpoint` resumes.
@@ -80,7 +80,7 @@ class StopOnSignal(Handler):
         self._watch: _Watch | None = None
 
     def attach(self, trainer: Trainer) -> None:
-        """Listens during each run of `trainer`, from STARTED until the last handler of COMPLETED.
+        """Listens during each run of `trainer`, from before STARTED until after the last handler of COMPLETED.
 
         Raises:
             ValueError: the trainer has one already.

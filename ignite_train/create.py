@@ -115,8 +115,9 @@ def create_trainer(
             options. While something needs a result from inside the graph, as a handler of FORWARD_COMPLETED does, updates are
             compiled as with True, and the log says why. Not with `create_graph`.
         protect: with several ranks, whether `FailureBoard`, `HangWatch`, `GradNormConsistency` (in each update) and
-            `StateConsistency` (parameters, learning rates and counters, after the first 3 updates, then ever fewer, every 1000
-            and at the end) are attached: True, False, or a mapping of their settings by name in snake_case, such as
+            `StateConsistency` (parameters, learning rates, loss scale and counters, after the first 3 updates, then ever fewer,
+            every 1000, before each save and at the end) are attached: True, False, or a mapping of their settings by name in
+            snake_case, such as
             `{"hang_watch": {"timeout_seconds": 120}, "state_consistency": {"every": 500}, "failure_board": False}`. One that
             you attach yourself replaces the default. All ranks pass the same.
         seed: make random numbers inside an update a function of (seed, update, micro-batch, rank): dropout and whatever else
@@ -304,7 +305,8 @@ def create_supervised_trainer(
             and resumes from Ignite's `Checkpoint` at the end of an epoch continues with the same batches and random numbers; in
             the middle of an epoch, with the same batches only. With our `Checkpoint` attached, which resumes anywhere without
             this, the generators are left alone.
-        amp_mode: `"amp"` is Ignite's name for `precision="fp16"`.
+        amp_mode: `"amp"` is Ignite's name for `precision="fp16"`; without `scaler=True` or `loss_scaling` the loss is not
+            scaled then, as in Ignite.
         scaler: True scales the loss by `TorchLossScaling()`.
         gradient_accumulation_steps: `create_trainer`'s `accumulation_steps`.
         model_fn: `model_fn(model, x)` calls the model.

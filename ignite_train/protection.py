@@ -1,7 +1,7 @@
 """The handlers that protect a training on several ranks and are attached by default.
 
-This is the one file of the core that may import handlers, and it does so where they are used: so importing the package stays
-quick, and a training in a single process does not import them.
+Beside `defaults.py` this is the one file of the core that may import handlers, and it does so where they are used: so
+importing the package stays quick, and a training in a single process does not import them.
 """
 
 from __future__ import annotations
