@@ -248,7 +248,8 @@ class Trainer(Loop):
             TypeError: `data` cannot be iterated, or a limit is not an integer.
             ValueError: a limit is below 1 or below what was trained already, or both are given, or `data` is empty, or an
                 iterator ended before the limit, or `resume` asks for what is not there.
-            CheckpointError: no checkpoint can be read.
+            CheckpointError: no checkpoint can be read; or the trainer has trained before its `Checkpoint` was attached, and
+                there are checkpoints of another start, which `"auto"` would neither continue nor keep.
         """
         refuse_arguments("Trainer.run", unknown, _ARGUMENTS_OF_RUN)
         self.progress.refuse_nested_run()

@@ -66,11 +66,13 @@ class Resumption:
 
         Raises:
             ValueError: `resume` has an unknown value, or it is `"never"` and the directory has checkpoints.
-            CheckpointError: no checkpoint was found where one must be, or none is whole, or it is of another run.
+            CheckpointError: no checkpoint was found where one must be, or none is whole, or it is of another run; or the
+                trainer has trained, and the directory has checkpoints that it has neither written nor read.
         """
         trainer = self._run.trainer
         begins = not (trainer.state.iteration or trainer.state.epoch) or self._half_restored is not None
         if resume in ("auto", "never") and not begins:
+            self._refuse_unread()
             return None
         root, names = checkpoint_to_resume(self._writer.directory, resume, begins=begins)
         if not names:
@@ -91,6 +93,16 @@ class Resumption:
             changed = config_changes(manifest.config, script, run_config(self._run, self._config))
             _log_resumption(path, manifest, [*state.changed, *changed], state)
         return manifest
+
+    def _refuse_unread(self) -> None:
+        """Raises CheckpointError if a trainer that has trained would save beside checkpoints that it neither wrote nor read."""
+        own = self._writer.directory
+        if self._writer.latest is None and (names := checkpoint_to_resume(own, "auto")[1]):
+            raise CheckpointError(
+                f"a trainer that has trained already must not save where checkpoints of another start are, got {names[0]} in "
+                f"{own.path} and a trainer at update {self._run.trainer.state.iteration}; attach Checkpoint before the first "
+                "run, so that it resumes, or pass resume='must' to go back to that checkpoint now, or choose another directory"
+            )
 
     def _refuse_half_restored(self) -> None:
         """Raises CheckpointError if training would continue with a mixture of two states."""

@@ -451,14 +451,31 @@ def test_without_a_checkpoint_there_is_nothing_to_resume() -> None:
         trainer.run(LOADER, max_epochs=1, resume="must")
 
 
-def test_updates_on_demand_are_not_taken_back(tmp_path: Path) -> None:
-    """A trainer that was given some before its first run trains on from there, whatever checkpoints there are."""
-    saves(tmp_path, epochs=1)
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_trainer_that_has_trained_saves_beside_no_other_run(resume: str, tmp_path: Path) -> None:
+    """It would not continue the checkpoints that are there, and remove them; the error says so, and nothing is taken back."""
+    saves(tmp_path / "a", epochs=1)
+    there = names(tmp_path / "a")
+    trainer, _ = make()
+    trainer.update(LOADER[:1])
+    Checkpoint(tmp_path / "a").attach(trainer)
+    message = r"got update-0*6\S* in .*a and a trainer at update 1; .*before the first run.*'must'"
+    with pytest.raises(CheckpointError, match=message):
+        trainer.run(LOADER, max_iters=9, resume=resume)
+    assert trainer.state.iteration == 1
+    assert names(tmp_path / "a") == there
+    trainer.run(LOADER, max_iters=9, resume="must")
+    assert names(tmp_path / "a")[-1] == "9"
+
+
+def test_a_trainer_that_has_trained_saves_in_a_new_directory(tmp_path: Path) -> None:
+    """Updates before the first run are not taken back, and further runs find the checkpoints to be their own."""
     trainer, _ = make()
     trainer.update(LOADER[:1])
     Checkpoint(tmp_path).attach(trainer)
     trainer.run(LOADER, max_iters=3)
-    assert trainer.state.iteration == 3
+    trainer.run(LOADER, max_iters=5)
+    assert trainer.state.iteration == 5
 
 
 def refusal(directory: Path, trainer: Trainer, **options: Any) -> str:
