@@ -8,7 +8,6 @@ from inspect import signature
 from numbers import Number
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from ignite.engine import Events, RemovableEventHandle
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -269,12 +268,7 @@ class StateConsistency(PiggybackHandler):
         digests = {
             name: content_digest(name, repr(value).encode()) for name, value in state.items() if not isinstance(value, Tensor)
         }
-        by_device: dict[torch.device, dict[str, Tensor]] = {}
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                by_device.setdefault(value.device, {})[name] = value
-        for tensors in by_device.values():
-            digests |= tensor_digests(tensors)
+        digests |= tensor_digests({name: value for name, value in state.items() if isinstance(value, Tensor)})
         whole = {name: digests[name] for name in state if name not in holders}
         return _Check(trainer.state.iteration, whole, {name: digests[name] for name in holders}, holders)
 

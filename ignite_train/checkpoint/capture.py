@@ -154,7 +154,7 @@ def _differing(objects: RunObjects, trees: Mapping[str, Any], tensors: Mapping[s
     for name in objects.compared():
         own = {path_name((name, *path)) for path in objects.paths_that_may_differ(name)}
         keys = tensors_in(trees.get(name)) - own
-        parts = _digests({key: plain[key] for key in keys if key in plain})
+        parts = tensor_digests({key: plain[key] for key in keys if key in plain})
         digests[name] = content_digest(name, compact_json([trees.get(name), sorted(parts.items())]))
     everyones = collectives.gather_objects(digests)
     return {name for name in digests if any(other.get(name) != digests[name] for other in everyones)}
@@ -171,16 +171,9 @@ def _frozen_tensors(objects: RunObjects, trees: Mapping[str, Any]) -> set[str]:
 
 def _name_of_frozen(frozen: Mapping[str, Piece]) -> str:
     """The name of the file of frozen weights of this rank, which another file has only if it is equal."""
-    digests = _digests({key: piece.data for key, piece in frozen.items()})
+    digests = tensor_digests({key: piece.data for key, piece in frozen.items()})
     content = [[key, digests[key], *piece.box, piece.whole, piece.data.stride()] for key, piece in frozen.items()]
     return frozen_name(content_digest(f"rank {collectives.rank()}", compact_json(content)))
-
-
-def _digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Of each tensor. Synchronises with the devices that hold some."""
-    devices = {tensor.device for tensor in tensors.values()}
-    parts = [tensor_digests({key: one for key, one in tensors.items() if one.device == device}) for device in devices]
-    return {key: digest for part in parts for key, digest in part.items()}
 
 
 def _own_state(trainer: Trainer, objects: RunObjects, *, main: bool) -> dict[str, Any]:

@@ -17,16 +17,17 @@ _COLUMNS = 257  # prime, so that what repeats in a tensor does not fall into one
 
 
 def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Digests of 64 bits of the name and content of each tensor. All must be on one device; one transfer to the host."""
-    parts = {name: _column_sums(tensor.detach()) for name, tensor in tensors.items()}
-    numbers = torch.cat([part for several in parts.values() for part in several]).cpu()  # sync
-    content = memoryview(ctypes.string_at(numbers.data_ptr(), numbers.nbytes))
-    digests, start = {}, 0
-    for name, several in parts.items():
-        end = start + sum(part.nbytes for part in several)
-        tensor = tensors[name]
-        digests[name] = content_digest(f"{name} {tensor.dtype} {tuple(tensor.shape)}", content[start:end])
-        start = end
+    """Digests of 64 bits of the name and content of each tensor. One transfer to the host from each device that holds some."""
+    digests: dict[str, int] = {}
+    for device in {tensor.device for tensor in tensors.values()}:
+        parts = {name: _column_sums(tensor.detach()) for name, tensor in tensors.items() if tensor.device == device}
+        numbers = torch.cat([part for several in parts.values() for part in several]).cpu()  # sync
+        content, start = memoryview(ctypes.string_at(numbers.data_ptr(), numbers.nbytes)), 0
+        for name, several in parts.items():
+            end = start + sum(part.nbytes for part in several)
+            tensor = tensors[name]
+            digests[name] = content_digest(f"{name} {tensor.dtype} {tuple(tensor.shape)}", content[start:end])
+            start = end
     return digests
 
 
