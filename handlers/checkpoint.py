@@ -16,7 +16,7 @@ from ignite.engine import Engine, Events
 from ignite_train.arguments import directory_of, mapping_of, one_of, positive_int, settings_of
 from ignite_train.checkpoint.cadence import Cadence
 from ignite_train.checkpoint.capture import HeldState, capture, paused_collection, run_config, versions
-from ignite_train.checkpoint.directory import together, try_out
+from ignite_train.checkpoint.directory import on_main, together, try_out
 from ignite_train.checkpoint.disk import refuse_other_systems
 from ignite_train.checkpoint.manifest import Manifest, seal
 from ignite_train.checkpoint.mirror import Mirror
@@ -380,10 +380,10 @@ class Checkpoint(Handler):
         """The updates and scores of the best checkpoints in the directory, as rank 0 sees it. Collective."""
 
         def look() -> list[tuple[int, float]]:
-            found, retention = self.saver.directory.scan()[0] if collectives.is_main_rank() else [], self.saver.retention
-            return retention.best_of(retention.scored(manifest for _, manifest in found))
+            retention = self.saver.retention
+            return retention.best_of(retention.scored(manifest for _, manifest in self.saver.directory.scan()[0]))
 
-        return together(collectives.gather_objects, "looking for the best checkpoint", look)[0]
+        return on_main(collectives.gather_objects, "looking for the best checkpoint", look)
 
     def _put_back(self, trainer: Trainer) -> None:
         """After all other handlers of STARTED. In the middle of an epoch EPOCH_STARTED follows, where metrics reset."""

@@ -15,6 +15,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,7 +52,7 @@ from ignite_train.errors import (
 )
 from ignite_train.ranks import collectives
 
-__all__ = ["CheckpointDirectory", "Contents", "Exchange", "FrozenFile", "commit", "refuse_unreadable", "together", "try_out"]
+__all__ = ["CheckpointDirectory", "Contents", "Exchange", "commit", "on_main", "refuse_unreadable", "together", "try_out"]
 
 _logger = logging.getLogger(__name__)
 _UNFINISHED, _REMOVED, _DAMAGED = ".unfinished-", ".removed-", "damaged-"
@@ -87,7 +88,7 @@ class Contents:
 
 
 @dataclass(frozen=True, slots=True)
-class FrozenFile:
+class _FrozenFile:
     """A file of frozen weights that this rank has written and the newest checkpoint refers to.
 
     Attributes:
@@ -121,6 +122,13 @@ def together(exchange: Exchange, what: str, work: Callable[[], T]) -> list[T]:
     return [value for _, value in outcomes]
 
 
+def on_main(exchange: Exchange, what: str, work: Callable[[], T]) -> T:
+    """Does `work` on rank 0 alone, and returns its result on every rank; an error is raised as by `together`. Collective."""
+    results: list[Any] = together(exchange, what, work if collectives.is_main_rank() else lambda: None)
+    result: T = results[0]
+    return result
+
+
 class CheckpointDirectory:
     """A directory of checkpoints, as rank 0 keeps it.
 
@@ -138,7 +146,7 @@ class CheckpointDirectory:
 
     def __init__(self, path: Path, disk: Disk, lock: DirectoryLock | None = None) -> None:
         self.path, self.disk, self.lock = path, disk, lock
-        self.frozen: FrozenFile | None = None
+        self.frozen: _FrozenFile | None = None
         self.later_than = 0
         self._being_removed: set[str] = set()  # by this process; a run that broke off may still do it beside the next
         self._manifests: dict[str, Manifest] = {}
@@ -384,14 +392,12 @@ def commit(
     Raises:
         CheckpointError: it failed, on all ranks alike. The older checkpoints are untouched.
     """
-    main = collectives.is_main_rank()
     with _new_directory(directory, exchange) as unfinished:
         written = together(exchange, "writing a checkpoint", lambda: _write(directory, unfinished, contents))
         whole = replace(manifest, files={name: record for files in written for name, record in files.items()})
-        publish: Callable[[], str] = lambda: directory.publish(unfinished, whole) if main else ""  # noqa: E731
-        name = together(exchange, "committing a checkpoint", publish)[0]
+        name = on_main(exchange, "committing a checkpoint", partial(directory.publish, unfinished, whole))
     on_durable(directory.path / name)
-    if main:
+    if collectives.is_main_rank():
         directory.prune(retention)
     return directory.path / name
 
@@ -404,22 +410,20 @@ def try_out(directory: CheckpointDirectory, contents: Contents, exchange: Exchan
     Raises:
         CheckpointError: it failed, on all ranks alike.
     """
-    main = collectives.is_main_rank()
     with _new_directory(directory, exchange) as unfinished:
         together(exchange, "trying to write a checkpoint", lambda: _write_page(directory, unfinished, contents))
-        together(exchange, "trying to commit a checkpoint", lambda: directory.discard(unfinished) if main else None)
+        on_main(exchange, "trying to commit a checkpoint", partial(directory.discard, unfinished))
 
 
 @contextmanager
 def _new_directory(directory: CheckpointDirectory, exchange: Exchange) -> Iterator[str]:
     """Gives the name of a directory for the files of all ranks, which is removed if the `with` fails. Collective."""
-    main = collectives.is_main_rank()
-    unfinished = together(exchange, "making a directory for a checkpoint", lambda: directory.begin() if main else "")[0]
+    unfinished = on_main(exchange, "making a directory for a checkpoint", directory.begin)
     try:
         yield unfinished
     except BaseException:
         directory.frozen = None  # it may have been in that directory
-        if main:
+        if collectives.is_main_rank():
             directory.abandon(unfinished)
         raise
 
@@ -447,7 +451,7 @@ def _write(directory: CheckpointDirectory, unfinished: str, contents: Contents) 
     if contents.frozen_name:
         if frozen is None or frozen.name != contents.frozen_name:
             written = write_tensors(disk, path / contents.frozen_name, contents.frozen)
-            directory.frozen = frozen = FrozenFile(contents.frozen_name, *written)
+            directory.frozen = frozen = _FrozenFile(contents.frozen_name, *written)
         index_of["frozen"] = {"file": frozen.name, "tensors": frozen.notes}
         files[frozen.name] = frozen.record
     index = compact_json(index_of)

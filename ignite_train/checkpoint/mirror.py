@@ -10,16 +10,16 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 from ignite_train.arguments import describe
-from ignite_train.checkpoint.directory import CheckpointDirectory, Exchange, refuse_unreadable, together
+from ignite_train.checkpoint.directory import CheckpointDirectory, Exchange, on_main, refuse_unreadable, together
 from ignite_train.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -43,7 +43,6 @@ _logger = logging.getLogger(__name__)
 _WRITER = "writer.json"  # says which run copies to the store
 _DAMAGED = f"damaged-{MANIFEST}"  # what the manifest of a damaged checkpoint is called; giving its name back undoes that
 _CHUNK_BYTES = 16 * 2**20
-T = TypeVar("T")
 
 
 class Mirror:
@@ -90,10 +89,9 @@ class Mirror:
         Raises:
             CheckpointError: it failed, on all ranks alike. The next call does what is left.
         """
-        missing = together(exchange, f"looking into {self}", _on_main(partial(self._missing, directory, retention)))[0]
-        for name, manifest in missing or ():
+        for name, manifest in on_main(exchange, f"looking into {self}", partial(self._missing, directory, retention)):
             together(exchange, f"copying {name} to {self}", partial(self._put_share, directory, name, manifest))
-            together(exchange, f"committing {name} in {self}", _on_main(partial(self._commit, directory, name, manifest)))
+            on_main(exchange, f"committing {name} in {self}", partial(self._commit, directory, name, manifest))
         if collectives.is_main_rank():
             self._prune(retention)
 
@@ -158,9 +156,9 @@ class Mirror:
         Raises:
             CheckpointError: the store cannot be reached, or has only damaged checkpoints and the directory none.
         """
-        together(exchange, f"reaching {self}", _on_main(self._become_writer))
-        look = _on_main(partial(self._begin_fetching, directory, retention))
-        while (found := together(exchange, f"looking into {self}", look)[0]) is not None:
+        on_main(exchange, f"reaching {self}", self._become_writer)
+        look = partial(self._begin_fetching, directory, retention)
+        while (found := on_main(exchange, f"looking into {self}", look)) is not None:
             name, manifest, unfinished = found
             get = partial(self._get_share, directory, unfinished, name, manifest)
             check = partial(_check_share, directory.path / unfinished / name, manifest)
@@ -169,7 +167,7 @@ class Mirror:
                 if not any(reasons):
                     reasons = together(exchange, f"checking {name} of {self}", check)
                 settle = partial(self._settle, directory, unfinished, name, "; ".join(filter(None, reasons)))
-                together(exchange, f"taking over {name} of {self}", _on_main(settle))
+                on_main(exchange, f"taking over {name} of {self}", settle)
             finally:
                 if collectives.is_main_rank():
                     directory.abandon(unfinished)
@@ -287,11 +285,6 @@ class Mirror:
                 f"pid {holder.get('pid')!r:.20} on host {holder.get('host')!r:.80} was started later with {self}; this run "
                 "must not write there any more: end it, or give it another mirror"
             )
-
-
-def _on_main(work: Callable[[], T]) -> Callable[[], T | None]:
-    """The work on rank 0, and nothing on the others."""
-    return work if collectives.is_main_rank() else lambda: None
 
 
 def _opened(url: Any) -> tuple[Any, str]:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from ignite_train.arguments import did_you_mean, path_of
 from ignite_train.checkpoint.capture import run_config, versions
-from ignite_train.checkpoint.directory import CheckpointDirectory, refuse_unreadable, together
+from ignite_train.checkpoint.directory import CheckpointDirectory, on_main, refuse_unreadable, together
 from ignite_train.checkpoint.fits import config_changes
 from ignite_train.checkpoint.manifest import MANIFEST, Manifest, one_line, printable
 from ignite_train.checkpoint.reader import CheckpointReader
@@ -169,18 +169,17 @@ def checkpoint_to_resume(own: CheckpointDirectory, resume: str | Path, *, begins
                 hint = "; for the weights of a file alone write load_weights(model, path) of ignite_train.checkpoint"
             raise ValueError(f"resume must be 'auto', 'must', 'never' or a directory that exists, got {str(resume)!r}{hint}")
 
-    def look() -> _Found | None:
-        found = _look(own, tidies=True) if own_first and _main() else None
+    def look() -> _Found:
+        found = _look(own, tidies=True) if own_first else None
         if found is None or not (found.names or found.set_aside):
-            return _look(directory, tidies=directory is own) if _main() else None
+            return _look(directory, tidies=directory is own)
         _logger.warning(
             f"resume={str(resume)!r} is where this run began, and is not read again, since {own.path} has checkpoints of it; "
             "to begin there again, choose another directory for Checkpoint"
         )
         return found
 
-    found = together(collectives.gather_objects, "looking for checkpoints", look)[0]
-    assert found is not None  # noqa: S101  # rank 0 has looked
+    found = on_main(collectives.gather_objects, "looking for checkpoints", look)
     if resume == "never" and found.names:
         raise ValueError(
             f"resume must not be 'never' where checkpoints are, got {len(found.names)} in {found.root}; continue "
@@ -234,7 +233,7 @@ def read_agreed(
         if number > 0:
             _refuse_if_whole(root / name, number, reason)
         reasons.append(reason)
-        if _main():
+        if collectives.is_main_rank():
             is_renamed = own is not None and own.set_aside(name)
             _logger.warning(f"{reason}; {'it is renamed, and ' if is_renamed else ''}an older one is tried")
     raise CheckpointError(f"no checkpoint in {root} is whole: {'; '.join(reasons)}")
@@ -251,7 +250,7 @@ def _refuse_if_whole(path: Path, rank: int, reason: str) -> None:
             return False
         return True
 
-    if together(collectives.gather_objects, "reading a checkpoint again", lambda: _main() and verify())[0]:
+    if on_main(collectives.gather_objects, "reading a checkpoint again", verify):
         raise CheckpointError(
             f"{reason}; that is what rank {rank} reads, and rank 0 finds it whole, so nothing was renamed: look at the disk of "
             f"rank {rank}, and start again"
@@ -289,10 +288,6 @@ def _log_resumption(path: Path, manifest: Manifest, changed: list[str], state: R
         if names:
             notes.append(f"{note}: {', '.join(printable(name) for name in names)}")
     _logger.log(logging.WARNING if len(notes) > 1 else logging.INFO, "; ".join(notes))
-
-
-def _main() -> bool:
-    return collectives.is_main_rank()
 
 
 def _is_there(directory: CheckpointDirectory) -> bool:

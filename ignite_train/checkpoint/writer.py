@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_train.checkpoint.directory import CheckpointDirectory, Contents, commit, together
+from ignite_train.checkpoint.directory import CheckpointDirectory, Contents, commit, on_main
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.lock import DirectoryLock
 from ignite_train.checkpoint.manifest import Manifest
@@ -122,7 +122,7 @@ class CheckpointWriter:
         """
         self._is_held, patience = True, _PATIENCE_SECONDS
         try:
-            together(collectives.gather_objects, "taking the directory of the checkpoints", self._hold)
+            on_main(collectives.gather_objects, "taking the directory of the checkpoints", self._hold)
             if self.mirror is not None:
                 self.mirror.fetch(self.directory, self.retention, collectives.gather_objects)
             yield
@@ -148,9 +148,8 @@ class CheckpointWriter:
             _logger.warning(f"an old checkpoint in {self.directory.path} is still being removed; the next start continues")
 
     def _hold(self) -> None:
-        if collectives.is_main_rank():
-            with suppress(OSError):  # the first save reports it, and a run that saves nothing need not know
-                self._lock.hold()
+        with suppress(OSError):  # the first save reports it, and a run that saves nothing need not know
+            self._lock.hold()
 
     def _release(self) -> None:
         if collectives.is_main_rank():
