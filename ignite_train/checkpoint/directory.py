@@ -431,13 +431,8 @@ def _new_directory(directory: CheckpointDirectory, exchange: Exchange) -> Iterat
 def _write_page(directory: CheckpointDirectory, unfinished: str, contents: Contents) -> None:
     if contents.failure is not None:
         raise contents.failure
-    disk = directory.disk
-    descriptor = disk.create(directory.path / unfinished / file_names(collectives.rank())[0])
-    try:
-        disk.write(descriptor, memoryview(bytes(_TRIAL_BYTES)))
-        disk.sync(descriptor)
-    finally:
-        disk.close(descriptor)
+    path = directory.path / unfinished / file_names(collectives.rank())[0]
+    directory.disk.write_file(path, [memoryview(bytes(_TRIAL_BYTES))], _TRIAL_BYTES)
 
 
 def _write(directory: CheckpointDirectory, unfinished: str, contents: Contents) -> dict[str, FileRecord]:

@@ -1008,7 +1008,7 @@ def test_a_save_that_fails(on_error: str, asynchronous: bool, tmp_path: Path, ca
 
     def full(path: Path, parts: Iterator[memoryview], size: int) -> None:
         calls.append(path.name)
-        if len(calls) == 4:
+        if len(calls) == 5:  # a page on trial and the three files of the first save come before
             raise OSError(28, "No space left on device")
         write(path, parts, size)
 
@@ -1422,7 +1422,7 @@ def test_the_run_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     write, gate, at_save = checkpoint.saver.directory.disk.write_file, threading.Event(), []
 
     def slow(path: Path, parts: Iterator[memoryview], size: int) -> None:
-        assert gate.wait(DEADLINE_SECONDS)
+        assert trainer.state.iteration == 0 or gate.wait(DEADLINE_SECONDS)  # before the first update a page is written on trial
         write(path, parts, size)
 
     checkpoint.saver.directory.disk.write_file = slow  # type: ignore[method-assign]
