@@ -171,7 +171,7 @@ class Checkpoint(Handler):
         retention = Retention(
             last=positive_int("keep", keep),
             best=positive_int("keep_best", keep_best),
-            lower_is_better=_lower_is_better(score, mode),
+            mode="min" if score is None else score_mode(score, mode, of="Checkpoint"),
             every=None if keep_every is None else positive_int("keep_every", keep_every),
             metric=score,
         )
@@ -257,8 +257,7 @@ class Checkpoint(Handler):
     def scores(self) -> list[tuple[Engine, str | None, str | None]]:
         """The one by which a state is the best, if one was named."""
         evaluator, score = self._run.evaluator if self._is_attached else None, self.cadence.score
-        mode = "min" if self.saver.retention.lower_is_better else "max"
-        return [] if evaluator is None or score is None else [(evaluator, score, mode)]
+        return [] if evaluator is None or score is None else [(evaluator, score, self.saver.retention.mode)]
 
     def rows_at_end(self) -> list[tuple[str, str]]:
         """The directory."""
@@ -288,8 +287,7 @@ class Checkpoint(Handler):
         if self.cadence.score is not None and evaluator is None:
             raise ValueError(f"score={self.cadence.score!r} needs an evaluator; pass attach(trainer, evaluator=...)")
         if self.cadence.score is not None:  # so that the score in a manifest can be read without the script
-            mode = "min" if self.saver.retention.lower_is_better else "max"
-            trainer.config["best"] = {"metric": self.cadence.score, "mode": mode}
+            trainer.config["best"] = {"metric": self.cadence.score, "mode": self.saver.retention.mode}
         run = SavedRun(
             trainer,
             self.to_save,
@@ -516,10 +514,6 @@ class Checkpoint(Handler):
     def _refuse_unattached(self) -> None:
         if not self._is_attached:
             raise RuntimeError("attach(trainer) must be called first")
-
-
-def _lower_is_better(score: str | None, mode: Literal["min", "max"] | None) -> bool:
-    return score is None or score_mode(score, mode, of="Checkpoint") == "min"
 
 
 def _on_disk(directory: str | Path, mirror: str | None) -> tuple[Path, Mirror | None]:

@@ -69,7 +69,7 @@ class Handover:
         content, own = io.BytesIO(), file_names(collectives.rank())
         with _shared_directory() as place:
             directory = CheckpointDirectory(place, Disk())
-            path = commit(directory, capture(run), manifest, Retention(1, 1, True, None), collectives.gather_objects)
+            path = commit(directory, capture(run), manifest, Retention(1, 1, "min", None), collectives.gather_objects)
             with tarfile.open(fileobj=content, mode="w") as archive:
                 for name in (*own, MANIFEST) if collectives.is_main_rank() else own:
                     archive.add(path / name, arcname=name)

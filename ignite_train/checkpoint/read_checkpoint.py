@@ -81,7 +81,7 @@ def best(directory: str | Path) -> Found | None:
     if manifest.scored_by is None:
         raise CheckpointError(f"{newest.path} does not say whether a lower score is better; name the best checkpoint itself")
     metric, mode = manifest.scored_by
-    rule = Retention(last=1, best=1, lower_is_better=mode == "min", every=None, metric=metric)
+    rule = Retention(last=1, best=1, mode=mode, every=None, metric=metric)
     (chosen,) = rule.best_of(rule.scored(one for _, one in scored))
     return [found for found, one in scored if rule.is_own(one) and (one.update, one.score) == chosen][-1]
 

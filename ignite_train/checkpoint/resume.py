@@ -82,7 +82,7 @@ class Resumption:
         state, manifest, path = read_agreed(root, names, own, lambda reader: RunState(reader, self._run))
         retention = self._writer.retention
         if retention.metric is not None and manifest.scored_by is not None:
-            refuse_other_mode(retention.metric, "min" if retention.lower_is_better else "max", *manifest.scored_by)
+            refuse_other_mode(retention.metric, retention.mode, *manifest.scored_by)
         self._half_restored, script = path, run_config(self._run, self._config)
         together(collectives.gather_objects, f"resuming from {path}", state.restore)
         self._half_restored = None

@@ -22,14 +22,14 @@ class Retention:
     Attributes:
         last: how many of the newest stay; at least 1.
         best: how many of those with the best scores stay.
-        lower_is_better: whether a lower score is better.
+        mode: `"min"` or `"max"`: whether a lower or a higher score is better.
         every: those whose update is a multiple of this stay too.
         metric: the name of the score. The best by another one, which an earlier script has named, stay too.
     """
 
     last: int
     best: int
-    lower_is_better: bool
+    mode: str
     every: int | None
     metric: str | None = None
 
@@ -61,19 +61,17 @@ class Retention:
 
     def _best(self, by_age: Sequence[int], manifests: Sequence[Manifest]) -> list[int]:
         """The indices of the best by each metric; of equal ones the first, and of equal ones of an update its latest copy."""
-        by_kind: dict[tuple[str | None, bool], dict[tuple[float, int], int]] = {}
+        by_kind: dict[tuple[str | None, str], dict[tuple[float, int], int]] = {}
         for index in by_age:
             score, kind = manifests[index].score, self._kind_of_score(manifests[index])
             if score is not None:
-                by_kind.setdefault(kind, {})[score if kind[1] else -score, manifests[index].update] = index
+                by_kind.setdefault(kind, {})[score if kind[1] == "min" else -score, manifests[index].update] = index
         return [copies[key] for copies in by_kind.values() for key in sorted(copies, key=itemgetter(0))[: self.best]]
 
-    def _kind_of_score(self, manifest: Manifest) -> tuple[str | None, bool]:
-        """The metric of a score, and whether a lower one is better: of another metric as its run has said."""
+    def _kind_of_score(self, manifest: Manifest) -> tuple[str | None, str]:
+        """The metric of a score, and its mode: of another metric as its run has said."""
         found = manifest.scored_by
-        if found is None or found[0] == self.metric:
-            return self.metric, self.lower_is_better
-        return found[0], found[1] == "min"
+        return (self.metric, self.mode) if found is None or found[0] == self.metric else found
 
     def _rank(self, score: float) -> float:
-        return score if self.lower_is_better else -score
+        return score if self.mode == "min" else -score

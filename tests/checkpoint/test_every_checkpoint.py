@@ -335,7 +335,7 @@ def checkpoints_of(kind: str, way: Way, accumulation_steps: int, directory: Path
     job = build(kind, accumulation_steps, seed=0)
     evaluator = create_evaluator(job.model, forward)
     checkpoint = Checkpoint(directory, **way.options)
-    checkpoint.saver.retention = KeepAll(last=1, best=1, lower_is_better=True, every=None)
+    checkpoint.saver.retention = KeepAll(last=1, best=1, mode="min", every=None)
     checkpoint.attach(job.trainer, evaluator=evaluator)
     way.always(job.trainer)
     way.prepare(job.trainer, checkpoint)

@@ -741,7 +741,7 @@ _rules = st.builds(
     Retention,
     last=st.integers(1, 4),
     best=st.integers(1, 3),
-    lower_is_better=st.booleans(),
+    mode=st.sampled_from(["min", "max"]),
     every=st.none() | st.integers(1, 5),
 )
 
@@ -754,7 +754,7 @@ def _stays(saves: list[tuple[int, float | None]], rule: Retention, index: int) -
 
     def beats(theirs: float) -> bool:
         assert score is not None
-        return theirs < score if rule.lower_is_better else theirs > score
+        return theirs < score if rule.mode == "min" else theirs > score
 
     if score is not None and (update, score) not in saves[index + 1 :]:
         earlier = {save for save in saves[: saves.index((update, score))] if save[1] == score}
@@ -784,7 +784,7 @@ def test_what_stays_is_what_the_rule_says(saves, rule, random):
 )
 def test_of_equal_scores_the_first_is_the_best(tmp_path, updates, stays):
     """As for Validation and EarlyStopping; of an update that was saved again the latest copy."""
-    rule = Retention(last=1, best=1, lower_is_better=False, every=None, metric="accuracy")
+    rule = Retention(last=1, best=1, mode="max", every=None, metric="accuracy")
     writer = CheckpointWriter(tmp_path, rule, asynchronous=False, warns=False)
     config = plain_config({}, {"best": {"metric": "accuracy", "mode": "max"}})
     for update in updates:
@@ -802,18 +802,18 @@ def test_the_best_score_is_the_best(saves, rule):
     scored = [*dict.fromkeys((update, score) for update, score in saves if score is not None)]
     best = rule.best_of(rule.scored(manifest(update, score=score) for update, score in saves))
 
-    assert best == sorted(scored, key=lambda save: save[1] if rule.lower_is_better else -save[1])[: rule.best]
+    assert best == sorted(scored, key=lambda save: save[1] if rule.mode == "min" else -save[1])[: rule.best]
     assert not rule.is_among_best(float("nan"), best)
     assert len(best) == rule.best or rule.is_among_best(1e9, best)
     if len(best) == rule.best:
         worst = best[-1][1]
         assert not rule.is_among_best(worst, best)
-        assert rule.is_among_best(worst - 1 if rule.lower_is_better else worst + 1, best)
+        assert rule.is_among_best(worst - 1 if rule.mode == "min" else worst + 1, best)
 
 
 def test_pruning_follows_the_rule_on_the_disk(tmp_path):
     """Ten saves, of which the last two, the best and each fourth stay; the same update again takes its own place."""
-    rule = Retention(last=2, best=1, lower_is_better=False, every=4)
+    rule = Retention(last=2, best=1, mode="max", every=4)
     writer = CheckpointWriter(tmp_path, rule, asynchronous=False, warns=False)
     writer.directory.disk = QuickDisk()
     tell: Callable[[int], float] = {2: 9.0, 9: 1.0}.get  # type: ignore[assignment]

@@ -124,7 +124,7 @@ def build(job: Job, rank: int) -> tuple[Trainer, Evaluator, Checkpoint, Resumabl
     TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=3))
     checkpoint = Checkpoint(job.checkpoints, every=job.every, keep=1, score="loss", asynchronous=job.asynchronous)
     if job.keeps_all:
-        checkpoint.saver.retention = KeepAll(last=1, best=1, lower_is_better=True, every=None)
+        checkpoint.saver.retention = KeepAll(last=1, best=1, mode="min", every=None)
     checkpoint.attach(trainer, evaluator=evaluator)
     worker.MP_STATUS_CHECK_INTERVAL = 0.5  # how often a worker looks whether its parent was killed: torch says 5 seconds
     samples = Noisy(54 if job.world_size == 3 else 52)  # BatchNorm needs two in the last micro-batch

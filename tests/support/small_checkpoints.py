@@ -46,7 +46,7 @@ def manifest(update: int, **fields: Any) -> Manifest:
 
 def keep(last: int) -> Retention:
     """The last ones, and nothing else."""
-    return Retention(last=last, best=1, lower_is_better=True, every=None)
+    return Retention(last=last, best=1, mode="min", every=None)
 
 
 def save(
