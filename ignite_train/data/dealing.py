@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import Sampler
 
 from ignite_train.ranks import collectives
 from ignite_train.ranks.data_ranks import share_of
 from ignite_train.ranks.members import Members
 
-__all__ = ["Dealing", "ElasticDealing"]
+__all__ = ["Dealing", "DealtSampler", "ElasticDealing"]
+
+T = TypeVar("T")
 
 
 class Dealing:
@@ -92,3 +96,49 @@ class ElasticDealing(Dealing):
         finally:
             self._rank = None
         return found
+
+
+class DealtSampler(Sampler[T]):
+    """A sampler whose entries, samples or batches, are dealt out like cards: entry i of the epoch's order goes to rank i mod W.
+
+    Args:
+        length: entries of an epoch, over all ranks.
+        mesh: see `Dealing`.
+
+    Attributes:
+        dealing: to whom.
+        epoch: the epoch of the next pass.
+        length: entries of an epoch, over all ranks.
+    """
+
+    def __init__(self, length: int, mesh: DeviceMesh | None) -> None:
+        self.length, self.dealing = length, Dealing(mesh)
+        self.epoch = self._start = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of the next pass; a trainer calls it."""
+        self.epoch = epoch
+
+    def seek(self, samples: int) -> None:
+        """Lets the next pass start after the first `samples` entries of the epoch's order, counted over all ranks, at once.
+
+        The order does not depend on the number of ranks, so another number of ranks can continue there: each entry that is
+        left is used once.
+        """
+        self._start = min(samples, self.length)
+
+    def __len__(self) -> int:
+        return len(self._positions())
+
+    @property
+    def num_shares(self) -> int:
+        """Among how many ranks the entries are dealt out."""
+        return self.dealing.size
+
+    def begin_pass(self) -> range:
+        """The positions of this rank's entries in a pass that begins; the pass after it starts at the first entry again."""
+        positions, self._start = self._positions(), 0
+        return positions
+
+    def _positions(self) -> range:
+        return range(self._start + self.dealing.rank, self.length, self.dealing.size)

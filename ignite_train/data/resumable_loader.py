@@ -220,7 +220,7 @@ class _KeySampler(ShardedSampler):
     """Gives the epoch with each index, because persistent workers do not learn it otherwise."""
 
     def __iter__(self) -> Iterator[Any]:
-        return zip(repeat(self._epoch), super().__iter__())
+        return zip(repeat(self.epoch), super().__iter__())
 
 
 class _KeyBatches(Sampler[list[tuple[int, int]]]):

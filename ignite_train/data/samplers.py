@@ -8,10 +8,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from ignite_train.arguments import describe, whole_number
-from ignite_train.data.dealing import Dealing
+from ignite_train.data.dealing import DealtSampler
 from ignite_train.data.epoch_order import Order, epoch_order
 
 __all__ = ["HasEpoch", "ShardedSampler", "samplers_of", "set_epoch"]
@@ -57,7 +57,7 @@ def samplers_of(loader: DataLoader[Any]) -> Iterator[Any]:
         yield batch_sampler.sampler
 
 
-class ShardedSampler(Sampler[int]):
+class ShardedSampler(DealtSampler[int]):
     """Deals a dataset out to the ranks like cards: sample i of the epoch's order goes to rank i mod world size.
 
     No sample is repeated or dropped, so shards differ by at most one sample, which trainer and evaluator allow. W ranks with a
@@ -89,50 +89,25 @@ class ShardedSampler(Sampler[int]):
     def __init__(self, dataset: Sized, *, shuffle: bool, seed: int = 0, mesh: DeviceMesh | None = None) -> None:
         if not isinstance(dataset, Sized):
             raise TypeError(f"dataset must have a length, got {describe(dataset)}")
-        self._length, self._shuffle = len(dataset), shuffle
-        self._seed = whole_number("seed", seed)
-        self._epoch = self._start = 0
-        self.dealing = Dealing(mesh)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of the next pass; a trainer calls it."""
-        self._epoch = epoch
-
-    def seek(self, samples: int) -> None:
-        """Lets the next pass start after the first `samples` of the epoch's order, counted over all ranks.
-
-        The order does not depend on the number of ranks, so another number of ranks can continue there: each sample that is
-        left is used once.
-        """
-        self._start = min(samples, self._length)
+        super().__init__(len(dataset), mesh)
+        self._shuffle, self._seed = shuffle, whole_number("seed", seed)
 
     def describe(self) -> dict[str, Any]:
         """The settings that decide the order, in plain types."""
-        return {"samples": self._length, "shuffle": self._shuffle, "seed": self._seed}
+        return {"samples": self.length, "shuffle": self._shuffle, "seed": self._seed}
 
     def __repr__(self) -> str:
         rank = f"rank {self.dealing.rank} of {self.dealing.size}"
-        return f"{type(self).__name__}({self._length} samples, shuffle={self._shuffle}, seed={self._seed}, {rank})"
-
-    def __len__(self) -> int:
-        rank, num_ranks = self.dealing.rank, self.dealing.size
-        return len(range(self._start + rank, self._length, num_ranks))
-
-    @property
-    def num_shares(self) -> int:
-        """Among how many ranks the samples are dealt out."""
-        return self.dealing.size
+        return f"{type(self).__name__}({self.length} samples, shuffle={self._shuffle}, seed={self._seed}, {rank})"
 
     def __iter__(self) -> Iterator[int]:
-        start, self._start = self._start, 0
-        rank, num_ranks = self.dealing.rank, self.dealing.size
-        positions = range(start + rank, self._length, num_ranks)
+        positions = self.begin_pass()
         return chain.from_iterable(_chunks(positions, self._order_of_epoch())) if self._shuffle else iter(positions)
 
     def _order_of_epoch(self) -> Order:
         """The order that `epoch` chooses; the same on all ranks."""
-        drawn_seed = (self._seed * 1_000_003 + self._epoch) % 2**64  # what a generator of torch takes
-        return epoch_order(self._length, key=(self._seed, self._epoch), drawn_seed=drawn_seed)
+        drawn_seed = (self._seed * 1_000_003 + self.epoch) % 2**64  # what a generator of torch takes
+        return epoch_order(self.length, key=(self._seed, self.epoch), drawn_seed=drawn_seed)
 
 
 def _chunks(positions: range, order: Order) -> Iterator[list[int]]:

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import Sampler
 
 from ignite_train.arguments import describe, one_of, positive_int, whole_number
-from ignite_train.data.dealing import Dealing
+from ignite_train.data.dealing import DealtSampler
 from ignite_train.data.epoch_order import Order, epoch_order
 from ignite_train.ranks import collectives
 
@@ -45,7 +44,7 @@ class _Bucket(NamedTuple):
         return -(-self.num_samples // self.batch_size)
 
 
-class TokenBudgetSampler(Sampler[list[int]]):
+class TokenBudgetSampler(DealtSampler[list[int]]):
     """Batches of samples of similar lengths, each of at most `max_tokens` tokens: samples times the longest of them.
 
     That is what a batch costs once its samples are padded to one length. Short samples come in large batches, long ones in
@@ -109,16 +108,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         self._buckets = list(self._cut(tokens[self._by_length]))
         self._first_batches = np.cumsum([0, *(bucket.num_batches for bucket in self._buckets)])  # of each bucket
         self.num_batches = int(self._first_batches[-1])
-        self.epoch = self._start = 0
-        self.dealing = Dealing(mesh)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of the next pass; a trainer calls it."""
-        self.epoch = epoch
-
-    def seek(self, batches: int) -> None:
-        """Lets the next pass start after the first `batches` of the epoch, counted over all ranks, at once."""
-        self._start = min(batches, self.num_batches)
+        super().__init__(self.num_batches, mesh)
 
     def describe(self) -> dict[str, Any]:
         """The settings that decide the order, in plain types."""
@@ -130,19 +120,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
         rank = f"rank {self.dealing.rank} of {self.dealing.size}"
         return f"{type(self).__name__}({batches}, shuffle={self._shuffle}, seed={self._seed}, {rank})"
 
-    def __len__(self) -> int:
-        rank, num_ranks = self.dealing.rank, self.dealing.size
-        return len(range(self._start + rank, self.num_batches, num_ranks))
-
-    @property
-    def num_shares(self) -> int:
-        """Among how many ranks the batches are dealt out."""
-        return self.dealing.size
-
     def __iter__(self) -> Iterator[list[int]]:
-        start, self._start = self._start, 0
-        rank, num_ranks = self.dealing.rank, self.dealing.size
-        return self._batches(range(start + rank, self.num_batches, num_ranks), self.epoch)
+        return self._batches(self.begin_pass(), self.epoch)
 
     def _batches(self, positions: range, epoch: int) -> Iterator[list[int]]:
         """The batches at these positions of the epoch. What comes before them is not computed."""
