@@ -26,7 +26,7 @@ from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.run_state import check_contents, restore_model
 from ignite_train.checkpoint.saved_run import SavedRun, checked_names, checked_objects
 from ignite_train.checkpoint.writer import GIVE_UP_AFTER, CheckpointWriter
-from ignite_train.engine.dispatch import Dispatcher, Stateful
+from ignite_train.engine.dispatch import Stateful, append_handler
 from ignite_train.errors import CheckpointError
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.metrics import score_mode
@@ -362,17 +362,13 @@ class Checkpoint(Handler):
         self.cadence.start([] if self.cadence.score is None else self._best_on_disk())
 
     def _follow_evaluations(self) -> None:
-        """Looks at the score after all other handlers of the evaluation. On a stock engine it is moved to the end."""
+        """Looks at the score after all other handlers of the evaluation: behind those that were attached meanwhile."""
         evaluator, event = self._run.evaluator, Events.COMPLETED
         if evaluator is None or self.cadence.score is None:
             return
-        is_attached = evaluator.has_event_handler(self._after_evaluation, event)
-        if not isinstance(evaluator, Dispatcher):
-            if is_attached:
-                evaluator.remove_event_handler(self._after_evaluation, event)
-            evaluator.add_event_handler(event, self._after_evaluation)
-        elif not is_attached:
-            evaluator.append_event_handler(event, self._after_evaluation)
+        if evaluator.has_event_handler(self._after_evaluation, event):
+            evaluator.remove_event_handler(self._after_evaluation, event)
+        append_handler(evaluator, event, self._after_evaluation)
 
     def _best_on_disk(self) -> list[tuple[int, float]]:
         """The updates and scores of the best checkpoints in the directory, as rank 0 sees it. Collective."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ignite.engine import Engine, Events, RemovableEventHandle
 
 from ignite_train.arguments import COUNT, MAPPING, NUMBER, TEXT, check_fields, describe, optional, positive_int
-from ignite_train.engine.dispatch import Dispatcher, attached, is_of_library, scores_of, stateful_handlers
+from ignite_train.engine.dispatch import append_handler, attached, is_of_library, scores_of, stateful_handlers
 from ignite_train.engine.limits import checked_loader, is_read_once, refuse_used_iterator
 from ignite_train.evaluation.evaluator import Evaluator, kept_state
 from ignite_train.events import Event
@@ -171,8 +171,7 @@ class Validation(Handler):
             return
         self._choose_score(trainer)
         evaluator = self.evaluator
-        add = evaluator.append_event_handler if isinstance(evaluator, Dispatcher) else evaluator.add_event_handler
-        skip = add(Events.EPOCH_COMPLETED, self._skip_completed)
+        skip = append_handler(evaluator, Events.EPOCH_COMPLETED, self._skip_completed)
         owners = (self.loader, evaluator.model if isinstance(evaluator, Evaluator) else None)
         with kept_state(evaluator), kept_random_state(owners), trainer.section("evaluation"), skip:
             try:

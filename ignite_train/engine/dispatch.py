@@ -36,6 +36,7 @@ __all__ = [
     "Stage",
     "Stateful",
     "add_counters",
+    "append_handler",
     "attached",
     "call",
     "entries",
@@ -363,6 +364,11 @@ def attached(engine: Engine) -> list[tuple[Any, Any, tuple[Any, ...]]]:
             given = args[1:] if args and isinstance(args[0], weakref.ref) else args  # such a reference is to the engine
             found.append((event, inspect.unwrap(handler), (*given, *kwargs.values())))
     return found
+
+
+def append_handler(engine: Engine, event: Any, handler: Callable[..., Any]) -> RemovableEventHandle:
+    """Adds a handler behind the others of `event`: on a stock engine of Ignite behind those that are there."""
+    return (engine.append_event_handler if isinstance(engine, Dispatcher) else engine.add_event_handler)(event, handler)
 
 
 def scores_of(handlers: Iterable[object]) -> list[tuple[Engine, str | None, str | None]]:

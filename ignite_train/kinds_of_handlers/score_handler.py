@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ignite.engine import Engine, Events
 
 from ignite_train.arguments import COUNT, TEXT, check_fields, describe, optional
-from ignite_train.engine.dispatch import Dispatcher
+from ignite_train.engine.dispatch import append_handler
 from ignite_train.kinds_of_handlers.handler import Handler
 from ignite_train.metrics import refuse_other_mode, score_in, score_mode
 from ignite_train.ranks import collectives
@@ -57,10 +57,7 @@ class ScoreHandler(Handler):
         """Reacts to each evaluation during the runs of `trainer`."""
         self._trainer = trainer
         trainer.add_event_handler(Events.COMPLETED, self._warn_if_unused)
-        if isinstance(self.evaluator, Dispatcher):
-            self.evaluator.append_event_handler(Events.COMPLETED, self._after_evaluation)
-        else:
-            self.evaluator.add_event_handler(Events.COMPLETED, self._after_evaluation)
+        append_handler(self.evaluator, Events.COMPLETED, self._after_evaluation)
 
     def scores(self) -> list[tuple[Engine, str | None, str | None]]:
         """Its own."""
