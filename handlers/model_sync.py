@@ -6,10 +6,10 @@ import torch
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
 
-from ignite_train.arguments import describe
 from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.internals.of_torch import RunningNorm
 from ignite_train.kinds_of_handlers import Handler
+from ignite_train.kinds_of_handlers.handler import check_evaluator
 from ignite_train.ranks import collectives
 from ignite_train.ranks.replicas import mean_over_ranks
 from ignite_train.trainer import Trainer
@@ -52,8 +52,7 @@ class ModelSync(Handler):
         Raises:
             TypeError: `evaluator` is not an engine that evaluates.
         """
-        if not isinstance(evaluator, Engine) or isinstance(evaluator, Trainer):
-            raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
+        check_evaluator(evaluator)
         self._model = trainer.model
         if isinstance(evaluator, Evaluator):
             evaluator.on_enter.insert(0, lambda _: self())

@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 from ignite.engine import Engine, Events, RemovableEventHandle
 
-from ignite_train.arguments import COUNT, MAPPING, NUMBER, TEXT, check_fields, describe, optional, positive_int
+from ignite_train.arguments import COUNT, MAPPING, NUMBER, TEXT, check_fields, optional, positive_int
 from ignite_train.engine.dispatch import append_handler, attached, is_of_library, scores_of, stateful_handlers
 from ignite_train.engine.limits import checked_loader, is_read_once, refuse_used_iterator
 from ignite_train.evaluation.evaluator import Evaluator, kept_state
 from ignite_train.events import Event
 from ignite_train.kinds_of_handlers import Handler
+from ignite_train.kinds_of_handlers.handler import check_evaluator
 from ignite_train.metrics import refuse_other_mode, score_in, score_mode
 from ignite_train.model.random_state import generators_within, get_generator_state, kept_random_state, set_generator_states
 from ignite_train.trainer import Trainer
@@ -73,11 +74,7 @@ class Validation(Handler):
         mode: Literal["min", "max"] | None = None,
         sanity: int = 1,
     ) -> None:
-        if not isinstance(evaluator, Engine) or isinstance(evaluator, Trainer):
-            raise TypeError(
-                f"evaluator must be what create_evaluator returned, got {describe(evaluator)}; "
-                "write Validation(evaluator, loader)"
-            )
+        check_evaluator(evaluator, "; write Validation(evaluator, loader)")
         self.evaluator, self.loader = evaluator, loader
         checked_loader(loader)
         self.sanity = 0 if sanity == 0 else positive_int("sanity", sanity)

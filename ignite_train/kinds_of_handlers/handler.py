@@ -20,7 +20,7 @@ from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback
 from ignite_train.trainer import Trainer
 
-__all__ = ["Handler", "PiggybackHandler", "handle_in_every_nth_update"]
+__all__ = ["Handler", "PiggybackHandler", "check_evaluator", "handle_in_every_nth_update"]
 
 _NUMBERS = itertools.count(1)
 
@@ -82,7 +82,8 @@ def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
             )
         if arguments or "event" in named:
             _check_event(name, arguments[0] if arguments else named["event"])
-        _check_evaluator(name, named.get("evaluator"))
+        if named.get("evaluator") is not None:
+            check_evaluator(named["evaluator"], f" in {name}.attach")
         outer, self.is_attaching = self.is_attaching, True
         try:
             return attach(self, trainer, *arguments, **named)
@@ -118,10 +119,10 @@ def _check_event(name: str, event: Any) -> None:
     raise TypeError(f"event must be an event such as Events.ITERATION_COMPLETED(every=50), got {describe(event)}{remedy}")
 
 
-def _check_evaluator(name: str, evaluator: Any) -> None:
-    if evaluator is None or (isinstance(evaluator, Engine) and not isinstance(evaluator, Trainer)):
-        return
-    raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)} in {name}.attach")
+def check_evaluator(evaluator: Any, hint: str = "") -> None:
+    """Raises TypeError, with the hint at its end, unless it is an engine that is no trainer."""
+    if not isinstance(evaluator, Engine) or isinstance(evaluator, Trainer):
+        raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}{hint}")
 
 
 def _brief(value: Any) -> str:

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from ignite.engine import Engine, Events
 
-from ignite_train.arguments import COUNT, TEXT, check_fields, describe, optional
+from ignite_train.arguments import COUNT, TEXT, check_fields, optional
 from ignite_train.engine.dispatch import append_handler
-from ignite_train.kinds_of_handlers.handler import Handler
+from ignite_train.kinds_of_handlers.handler import Handler, check_evaluator
 from ignite_train.metrics import refuse_other_mode, score_in, score_mode
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
@@ -47,8 +47,7 @@ class ScoreHandler(Handler):
     _trainer: Trainer
 
     def __init__(self, evaluator: Engine, score: str, mode: Literal["min", "max"] | None) -> None:
-        if not isinstance(evaluator, Engine) or isinstance(evaluator, Trainer):
-            raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
+        check_evaluator(evaluator)
         self.evaluator, self.score = evaluator, score
         self.mode = score_mode(score, mode, of=type(self).__name__)
         self._latest_update: int | None = None
