@@ -12,10 +12,9 @@ from ignite_train.arguments import did_you_mean
 
 __all__ = [
     "OTHER_WORDS",
-    "answers_event",
+    "answers",
     "answers_imports",
     "answers_other_words",
-    "answers_value",
     "made_by",
     "refuse_arguments",
     "refuse_attribute",
@@ -171,16 +170,16 @@ OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
     },
     # Values of one argument.
     "precision": {
-        "'bf16'": "bf16-mixed torch.bfloat16 mixed amp",
-        "'bf16', since fp8 is not supported": "fp8 float8",
-        "'fp16'": "16-mixed fp16-mixed 16 torch.float16 torch.half half",
-        "'fp32'": "32 32-true torch.float32 torch.float float float32 full no None False",
-        "'fp32' and model.to(torch.bfloat16), since 'fp32' computes in the dtypes of the model": "bf16-true",
-        "'fp16' and keep the weights in float32": "16-true",
-        "'fp32' and model.double(), since 'fp32' computes in the dtypes of the model": (
+        "precision='bf16'": "bf16-mixed torch.bfloat16 mixed amp",
+        "precision='bf16', since fp8 is not supported": "fp8 float8",
+        "precision='fp16'": "16-mixed fp16-mixed 16 torch.float16 torch.half half",
+        "precision='fp32'": "32 32-true torch.float32 torch.float float float32 full no None False",
+        "precision='fp32' and model.to(torch.bfloat16), since 'fp32' computes in the dtypes of the model": "bf16-true",
+        "precision='fp16' and keep the weights in float32": "16-true",
+        "precision='fp32' and model.double(), since 'fp32' computes in the dtypes of the model": (
             "64 64-true double torch.float64 torch.double float64"
         ),
-        "'bf16' or 'fp16'": "True",
+        "precision='bf16' or 'fp16'": "True",
     },
 }
 """By place, the remedies and the words that each of them answers. `"*"` answers all others."""
@@ -240,8 +239,7 @@ def refuse_arguments(
 def refuse_attribute(owner: object, name: str) -> AttributeError:
     """The error for an attribute that an object of ours does not have."""
     kind = type(owner).__name__
-    remedy = None if name.startswith("_") else _remedy(kind, name)
-    hint = f"; write {remedy}" if remedy else ""
+    hint = "" if name.startswith("_") else answers(kind, name)
     return AttributeError(f"{kind!r} object has no attribute {name!r}{hint}", name=name, obj=owner)
 
 
@@ -265,16 +263,10 @@ def answers_imports(module: str, *others: str) -> Callable[[str], Any]:
     return answer
 
 
-def answers_event(name: str) -> str:
-    """`"; write Events.EPOCH_COMPLETED"` for the name of an event that another library has, and `""` for others."""
-    remedy = _remedy("event", name)
+def answers(place: str, word: str) -> str:
+    """`"; write Events.EPOCH_COMPLETED"` for a word of another library that is answered at this place, and `""` for others."""
+    remedy = _remedy(place, word)
     return f"; write {remedy}" if remedy else ""
-
-
-def answers_value(name: str, value: Any) -> str:
-    """`"; write precision='bf16'"` for a value of the argument `name` that another library has, and `""` for others."""
-    remedy = _remedy(name, str(value))
-    return f"; write {name}={remedy}" if remedy else ""
 
 
 def made_by(remedy: str) -> Callable[[_Given], _Given]:

@@ -28,7 +28,7 @@ from ignite_train.internals.of_ignite import (
     handlers_by_event,
     registered_events,
 )
-from ignite_train.other_words import answers_event
+from ignite_train.other_words import answers
 
 __all__ = [
     "Attachable",
@@ -253,7 +253,7 @@ class Dispatcher(OpenEngine):
         name = event if isinstance(event, str) else getattr(event, "name", None) or repr(event)
         known = {one.name if isinstance(one, EventEnum) else one for one in registered_events(self)}
         if name not in known:
-            hint = answers_event(name) or did_you_mean(name, known)
+            hint = answers("event", name) or did_you_mean(name, known)
             raise ValueError(f"event must be one registered on this {type(self).__name__}, got {name!r}{hint}")
 
     def _filtered(self, handler: Callable[..., Any], event: Any, event_filter: Any) -> Callable[..., Any]:

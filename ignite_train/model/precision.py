@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from ignite_train.arguments import one_of
-from ignite_train.other_words import answers_value
+from ignite_train.other_words import answers
 
 __all__ = ["Precision", "PrecisionName", "refuse_cached_autocast"]
 
@@ -32,7 +32,7 @@ class Precision:
     """
 
     def __init__(self, name: PrecisionName, device: torch.device) -> None:
-        hint = answers_value("precision", name)
+        hint = answers("precision", str(name))
         if hint:
             raise ValueError(f"precision must be one of {', '.join(map(repr, _NAMES))}, got {name!r}{hint}")
         self.name = one_of("precision", name, _NAMES)
