@@ -35,7 +35,7 @@ from ignite_train.checkpoint.directory import Contents
 from ignite_train.checkpoint.manifest import compact_json, frozen_name
 from ignite_train.checkpoint.run_objects import PublishedMetrics, RunObjects
 from ignite_train.checkpoint.saved_run import SavedRun
-from ignite_train.checkpoint.tensor_files import Box, Piece, local_box
+from ignite_train.checkpoint.tensor_files import Piece, local_box
 from ignite_train.checkpoint.tree import TreeEncoder, is_composed, path_name, tensors_in
 from ignite_train.engine.dispatch import Attachable, Stateful, attached, numbered_name
 from ignite_train.errors import CheckpointError
@@ -136,11 +136,11 @@ def own_piece(tensor: Tensor, *, everything: bool) -> Piece | None:
     """
     whole = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return Piece(tensor, Box((0,) * len(whole), whole), whole) if everything else None
+        return Piece(tensor, (0,) * len(whole), whole) if everything else None
     if not is_first_holder(tensor):
         return None
     local = tensor.to_local()
-    return Piece(local, local_box(tensor), whole) if local.numel() else None
+    return Piece(local, local_box(tensor).start, whole) if local.numel() else None
 
 
 def _differing(objects: RunObjects, trees: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> set[str]:
@@ -172,7 +172,7 @@ def _frozen_tensors(objects: RunObjects, trees: Mapping[str, Any]) -> set[str]:
 def _name_of_frozen(frozen: Mapping[str, Piece]) -> str:
     """The name of the file of frozen weights of this rank, which another file has only if it is equal."""
     digests = tensor_digests({key: piece.data for key, piece in frozen.items()})
-    content = [[key, digests[key], *piece.box, piece.whole, piece.data.stride()] for key, piece in frozen.items()]
+    content = [[key, digests[key], one.start, one.data.shape, one.whole, one.data.stride()] for key, one in frozen.items()]
     return frozen_name(content_digest(f"rank {collectives.rank()}", compact_json(content)))
 
 

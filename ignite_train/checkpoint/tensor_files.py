@@ -96,12 +96,12 @@ class Piece:
 
     Attributes:
         data: the numbers, on any device.
-        box: which part it is.
+        start: where they begin in the whole tensor.
         whole: the shape of the whole tensor.
     """
 
     data: Tensor
-    box: Box
+    start: tuple[int, ...]
     whole: tuple[int, ...]
 
 
@@ -175,7 +175,7 @@ class Entry:
         order = sorted(range(data.dim()), key=lambda dimension: -strides[dimension])
         if not data.permute(order).is_contiguous():  # it has gaps, which are not stored
             order.sort()
-        return cls(dtype_name(data.dtype), tuple(data.shape), piece.box.start, tuple(piece.whole), tuple(order), offset)
+        return cls(dtype_name(data.dtype), tuple(data.shape), piece.start, tuple(piece.whole), tuple(order), offset)
 
     @property
     def box(self) -> Box:

@@ -64,7 +64,7 @@ class Snapshot:
             foreach_copy_([*buffers.values()], sources, non_blocking=True)
         _await_devices(pieces)
         self._memory, self._layouts = buffers, layouts
-        return {name: Piece(buffers[name], piece.box, piece.whole) for name, piece in pieces.items()}
+        return {name: Piece(buffers[name], piece.start, piece.whole) for name, piece in pieces.items()}
 
 
 class CheckpointWriter:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ignite_train.arguments import describe, one_of, path_of
 from ignite_train.checkpoint.disk import Disk
-from ignite_train.checkpoint.tensor_files import Box, Piece, is_plain_dtype, write_tensors
+from ignite_train.checkpoint.tensor_files import Piece, is_plain_dtype, write_tensors
 from ignite_train.errors import CheckpointError
 
 __all__ = ["MAX_SHARD_BYTES", "Format", "write_weights"]
@@ -141,9 +141,6 @@ def _shards(state: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, T
 
 
 def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    pieces = {}
-    for name, tensor in tensors.items():
-        shape = tuple(tensor.shape)
-        pieces[name] = Piece(tensor.detach().contiguous(), Box((0,) * len(shape), shape), shape)
+    pieces = {name: Piece(one.detach().contiguous(), (0,) * one.dim(), tuple(one.shape)) for name, one in tensors.items()}
     # Without this word Hugging Face's libraries refuse a file.
     write_tensors(Disk(), path, pieces, metadata={"format": "pt"})

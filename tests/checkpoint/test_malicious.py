@@ -1063,7 +1063,7 @@ def test_a_piece_of_each_dtype_keeps_its_bits(tmp_path):
         raw = torch.arange(256, dtype=torch.uint8) if dtype is not torch.bool else torch.tensor([0, 1] * 128, dtype=torch.uint8)
         tensor = raw.view(dtype)
         shape = tuple(tensor.shape)
-        pieces = {"x": Piece(tensor, Box((0,), shape), shape)}
+        pieces = {"x": Piece(tensor, (0,), shape)}
         record, notes = write_tensors(Disk(), tmp_path / name, pieces)
         _read_by_safetensors(tmp_path / name, pieces)
         with closing(TensorFile(tmp_path / name, record, notes)) as file:
@@ -1082,9 +1082,7 @@ def test_each_dtype_and_order_in_memory_lies_in_one_file(tmp_path, monkeypatch):
         made |= {name: tensor, f"{name}, channels last": tensor.contiguous(memory_format=torch.channels_last)}
         made |= {f"{name}, transposed": tensor[0, 0].T, f"{name}, with gaps": tensor[..., ::2], f"{name}, of none": tensor[:0]}
         made |= {f"{name}, a number": tensor[1, 2, 3, 4], f"{name}, of one value": tensor[0, 0, 0, :1].expand(7)}
-    pieces = {
-        key: Piece(tensor, Box((0,) * tensor.dim(), tuple(tensor.shape)), tuple(tensor.shape)) for key, tensor in made.items()
-    }
+    pieces = {key: Piece(tensor, (0,) * tensor.dim(), tuple(tensor.shape)) for key, tensor in made.items()}
     record, notes = write_tensors(Disk(), tmp_path / "tensors", pieces)
     _read_by_safetensors(tmp_path / "tensors", pieces)
     with closing(TensorFile(tmp_path / "tensors", record, notes)) as file:
@@ -1103,7 +1101,7 @@ def test_tensors_of_many_chunks_are_read_and_checked(tmp_path, monkeypatch, at_o
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda file, buffers, place: preadv(file, [buffers[0][:at_once]], place))
     tensors = {str(size): torch.arange(100 + size, 100 + 2 * size, dtype=torch.uint8) for size in (5, 0, 7, 30, 14)}
-    pieces = {name: Piece(tensor, Box((0,), (len(tensor),)), (len(tensor),)) for name, tensor in tensors.items()}
+    pieces = {name: Piece(tensor, (0,), (len(tensor),)) for name, tensor in tensors.items()}
     path = tmp_path / "tensors"
     record, notes = write_tensors(Disk(), path, pieces)
     whole = path.read_bytes()

@@ -37,7 +37,7 @@ from ignite_train.checkpoint.directory import Contents
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.retention import Retention
-from ignite_train.checkpoint.tensor_files import Box, Piece
+from ignite_train.checkpoint.tensor_files import Piece
 from ignite_train.checkpoint.tree import TreeEncoder, decode, dtype_name
 from ignite_train.checkpoint.writer import CheckpointWriter, Snapshot
 from ignite_train.handlers import Checkpoint
@@ -249,7 +249,7 @@ def test_a_copy_is_complete_when_the_run_continues(tmp_path, monkeypatch):
     done: list[Any] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: done.append(f"waits for {device}"))
     monkeypatch.setattr(writer_module, "foreach_copy_", lambda *_arguments, non_blocking: done.append("copies"))
-    pieces = {device: Piece(torch.empty(2, device=device), Box((0,), (2,)), (2,)) for device in ("cpu", "meta")}
+    pieces = {device: Piece(torch.empty(2, device=device), (0,), (2,)) for device in ("cpu", "meta")}
     Snapshot().take(pieces)
     assert done == ["copies", "waits for meta"]
     done.clear()

@@ -37,7 +37,7 @@ from ignite_train import (
 )
 from ignite_train.checkpoint import find
 from ignite_train.checkpoint.reader import CheckpointReader
-from ignite_train.checkpoint.tensor_files import Box, Piece
+from ignite_train.checkpoint.tensor_files import Piece
 from ignite_train.checkpoint.writer import Snapshot
 from ignite_train.device.streams import has_streams
 from ignite_train.fast.folded_step import FoldedStep
@@ -528,7 +528,7 @@ def test_a_checkpoint_is_of_one_moment(device: torch.device, tmp_path: Path) -> 
 def test_a_copy_for_a_checkpoint_is_pinned(device: torch.device) -> None:
     """So that the run waits for the bus alone."""
     weight = make_model(device).get_parameter("up.weight").detach()
-    (copied,) = Snapshot().take({"weight": Piece(weight, Box((0, 0), tuple(weight.shape)), tuple(weight.shape))}).values()
+    (copied,) = Snapshot().take({"weight": Piece(weight, (0, 0), tuple(weight.shape))}).values()
     assert copied.data.is_pinned() == has_streams(device)
     assert torch.equal(copied.data, weight.cpu())
 
