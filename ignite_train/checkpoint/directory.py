@@ -262,7 +262,7 @@ class CheckpointDirectory:
         refuse_unreadable(failed)  # the newest may be unreadable, and this checkpoint must come after it
         manifest = replace(manifest, serial=1 + max([self.later_than, *(other.serial for _, other in found)]))
         sealed = seal(manifest)
-        parse_manifest(sealed)  # what no reader accepts must not be committed
+        parse_manifest(sealed, directory)  # what no reader accepts must not be committed
         self.disk.write_file(directory / MANIFEST, [memoryview(sealed)], len(sealed))
         self.disk.sync_directory(directory)
         copy, taken = 0, set(self.disk.names(self.path))

@@ -66,13 +66,6 @@ UnusableCheckpoint = DamagedCheckpointError | UnreadableCheckpointError | Checkp
 """Why a checkpoint cannot be used: it is damaged, the disk failed, or a newer version of this library wrote it."""
 
 
-class _NewerFormatError(Exception):
-    """The manifest has a format that only a newer version of this library knows; `reading_error` says it to the user."""
-
-    def __init__(self, found: int) -> None:
-        self.found = found
-
-
 @dataclass(frozen=True, slots=True)
 class FileRecord:
     """The size and checksum that a file must have.
@@ -246,8 +239,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
         path = checkpoint / MANIFEST
         if (size := path.lstat().st_size) > _MAX_MANIFEST_BYTES:
             raise ValueError(f"its manifest has {size} bytes, more than a manifest may have")
-        return parse_manifest(read_regular(path, size))
-    except (ValueError, TypeError, OSError, _NewerFormatError) as error:
+        return parse_manifest(read_regular(path, size), checkpoint)
+    except (ValueError, TypeError, OSError) as error:
         raise reading_error(checkpoint, error) from error
 
 
@@ -259,19 +252,17 @@ def reading_error(checkpoint: Path, error: Exception) -> UnusableCheckpoint:
     """
     if isinstance(error, UnusableCheckpoint):
         return error
-    if isinstance(error, _NewerFormatError):
-        return CheckpointFormatError(str(checkpoint), error.found, FORMAT)
     if isinstance(error, OSError) and error.errno not in _NOT_AS_WRITTEN:
         return UnreadableCheckpointError(str(checkpoint), one_line(error))
     return DamagedCheckpointError(str(checkpoint), one_line(error))
 
 
-def parse_manifest(data: bytes) -> Manifest:
+def parse_manifest(data: bytes, checkpoint: Path) -> Manifest:
     """The manifest that `seal` made into `data`.
 
     Raises:
         ValueError: it is invalid; or TypeError.
-        _NewerFormatError: it has a newer format.
+        CheckpointFormatError: it has a newer format.
     """
     if len(data) > _MAX_MANIFEST_BYTES:
         raise ValueError(f"its manifest has {len(data)} bytes, more than a manifest may have")
@@ -281,7 +272,7 @@ def parse_manifest(data: bytes) -> Manifest:
     body = data[head.end() : -2]
     if int(head[1], 16) != zlib_ng.crc32(body):
         raise ValueError("its manifest is not the one that was written: the checksum differs")
-    return _checked(checked_json(body, max_marks=_MAX_MANIFEST_MARKS))
+    return _checked(checked_json(body, max_marks=_MAX_MANIFEST_MARKS), checkpoint)
 
 
 def count_marks(data: bytes) -> int:
@@ -312,11 +303,11 @@ def checked_json(data: bytes, *, max_marks: int = MAX_MARKS) -> Any:
         raise ValueError("its JSON is nested too deeply") from None
 
 
-def _checked(values: Any) -> Manifest:
+def _checked(values: Any, checkpoint: Path) -> Manifest:
     """Raises ValueError if `values` are not a manifest of this format."""
     found = values.get("format") if isinstance(values, dict) else None
     if type(found) is int and FORMAT < found < _NO_FORMAT:
-        raise _NewerFormatError(found)
+        raise CheckpointFormatError(str(checkpoint), found, FORMAT)
     if type(found) is not int or found != FORMAT:
         raise ValueError(f"its manifest has the invalid format {found!r:.20}")
     fields = {key: value for key, value in values.items() if key != "format"}

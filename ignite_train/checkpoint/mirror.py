@@ -234,10 +234,11 @@ class Mirror:
 
     def _read_manifest(self, name: str) -> Manifest | None:
         data = self._store.cat_file(f"{self._root}/{name}/{MANIFEST}")
+        place = Path(self._root) / name
         try:
-            return parse_manifest(data)
+            return parse_manifest(data, place)
         except Exception as error:
-            failure = reading_error(Path(self._root) / name, error)
+            failure = reading_error(place, error)
         if isinstance(failure, CheckpointFormatError):
             raise failure
         _logger.warning(f"{name} of {self} is damaged: {failure.reason}; its manifest is renamed")
