@@ -37,7 +37,7 @@ from ignite_train.checkpoint.run_objects import PublishedMetrics, RunObjects
 from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.tensor_files import Piece, local_box
 from ignite_train.checkpoint.tree import TreeEncoder, is_composed, path_name, tensors_in
-from ignite_train.engine.dispatch import Attachable, Stateful, attached, numbered_name
+from ignite_train.engine.dispatch import Stateful, attachables, attached, numbered_name
 from ignite_train.errors import CheckpointError
 from ignite_train.internals.of_torch import parts_of_schedule, version_of
 from ignite_train.model.random_state import capture_random_state, restore_random_state
@@ -262,14 +262,8 @@ def _handler_settings(engines: Iterable[Engine]) -> dict[str, dict[str, Any]]:
     Args:
         engines: the trainers and the evaluators.
     """
-    found: dict[int, Attachable] = {}
-    for engine in engines:
-        for _, handler, _ in attached(engine):
-            owner = handler.__self__ if isinstance(handler, MethodType) else handler
-            if isinstance(owner, Attachable):
-                found.setdefault(id(owner), owner)
     settings: dict[str, dict[str, Any]] = {}
-    for owner in found.values():
+    for owner in attachables(*engines):
         settings[numbered_name(owner, settings)] = owner.settings()
     return settings
 

@@ -37,6 +37,7 @@ __all__ = [
     "Stateful",
     "add_counters",
     "append_handler",
+    "attachables",
     "attached",
     "call",
     "entries",
@@ -364,6 +365,12 @@ def attached(engine: Engine) -> list[tuple[Any, Any, tuple[Any, ...]]]:
             given = args[1:] if args and isinstance(args[0], weakref.ref) else args  # such a reference is to the engine
             found.append((event, inspect.unwrap(handler), (*given, *kwargs.values())))
     return found
+
+
+def attachables(*engines: Engine) -> list[Attachable]:
+    """The handlers of the class `Attachable` that are attached to engines, themselves or by a method of theirs, each once."""
+    owners = (_owner(handler) for engine in engines for _, handler, _ in attached(engine))
+    return [*{id(owner): owner for owner in owners if isinstance(owner, Attachable)}.values()]
 
 
 def append_handler(engine: Engine, event: Any, handler: Callable[..., Any]) -> RemovableEventHandle:

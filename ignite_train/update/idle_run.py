@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from types import MethodType
-
 from ignite.engine import Events
 
-from ignite_train.engine.dispatch import Attachable, attached, is_of_library
+from ignite_train.engine.dispatch import Attachable, attachables, attached, is_of_library
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -49,11 +47,9 @@ def warn_of_idle_run(trainer: Trainer) -> Trainer:
 
 
 def _look_for_idle_evaluators(trainer: Trainer) -> None:
-    handlers = [handler for _, handler, _ in attached(trainer)]
-    if not all(map(is_of_library, handlers)) or not collectives.is_main_rank():
+    if not all(is_of_library(handler) for _, handler, _ in attached(trainer)) or not collectives.is_main_rank():
         return  # a handler of the script's may run the evaluator
-    owners = [handler.__self__ if isinstance(handler, MethodType) else handler for handler in handlers]
-    ours = {id(owner): owner for owner in owners if isinstance(owner, Attachable)}.values()
+    ours = attachables(trainer)
     running = [evaluator for handler in ours for evaluator in handler.runs()]
     idle = [handler for handler in ours if any(evaluator not in running for evaluator, *_ in handler.scores())]
     if idle:
