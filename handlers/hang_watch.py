@@ -35,9 +35,10 @@ class HangWatch(Handler):
     """Ends all ranks, each with its stacks on standard error, when one of them keeps the others waiting for `timeout_seconds`.
 
     All ranks must attach it: the beginning of a run is collective. It costs an update nothing. On every rank a thread writes
-    the trainer's counters to the store at which the ranks met, about once a second. With several ranks it acts in two cases
+    the trainer's counters to the store at which the ranks met, about once a second. With several ranks it acts in three cases
     only:
 
+    - A rank has left its `session`, and another is in a later update, which can never end.
     - A rank has been silent for `timeout_seconds`, or for 60 seconds while another waits for it in a collective (180 by default
       in the first update, more with over 480 ranks): its machine is gone, its process is stopped, or it runs code that does not
       release Python's lock.
@@ -135,6 +136,7 @@ class _Report(NamedTuple):
         collectives: collectives begun so far, in all process groups.
         waits: whether its main thread is at a place where it waits for other ranks.
         where: function, file and line of its main thread, or of the thread for which that one waits.
+        left: whether it has made the last update of its session.
         over: whether its run has ended.
         has_told: whether it knows that the training hangs, and has written its stacks.
     """
@@ -146,6 +148,7 @@ class _Report(NamedTuple):
     collectives: int
     waits: bool
     where: str
+    left: bool
     over: bool
     has_told: bool
 
@@ -252,7 +255,8 @@ class _Watch:
         where, waits = find_whereabouts(self._main)
         evaluated = 0 if evaluator is None else evaluator.state.iteration
         begun = collectives.collectives_begun()
-        return _Report(beat, state.iteration, state.num_micro_batches, evaluated, begun, waits, where, over, self._has_told)
+        counters = state.iteration, state.num_micro_batches, evaluated, begun
+        return _Report(beat, *counters, waits, where, self._trainer.progress.session_left, over, self._has_told)
 
     def _exchange(self) -> None:
         messages = self._messages
@@ -306,6 +310,8 @@ class _Watch:
             )
         else:
             known = [rank for rank, report in enumerate(self._reports) if report is None or not report.over]
+        if uneven := self._uneven():
+            return uneven
         silent = [rank for rank in known if self._clock - self._heard[rank] > patience]
         if silent:
             return f"{named_ranks(silent, 'is', 'are')} silent for more than {patience:g} s; {self._places()}"
@@ -314,6 +320,16 @@ class _Watch:
         if self._clock - self._moved > limit:
             return f"no rank has moved for more than {limit:g} s; {self._behind(known)}; {self._places()}"
         return ""
+
+    def _uneven(self) -> str:
+        """Which ranks have left their session although another is in a later update, with the places of all."""
+        reports = [(rank, report) for rank, report in enumerate(self._reports) if report is not None]
+        latest = max((report.update for _, report in reports), default=0)
+        left = [rank for rank, report in reports if report.left and report.update < latest]
+        if not left:
+            return ""
+        who = named_ranks(left, "has left the session", "have left the session")
+        return f"{who} before update {latest}, and all ranks must call update equally often; {self._places()}"
 
     def _patience_with_silence(self, own: _Report | None, limit: float) -> float:
         """For how long another rank may be silent: a shorter time once this rank has waited for it as long in a collective."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ignite_train.arguments import ANYTHING, COUNT, check_fields, describe, positive_int
+from ignite_train.arguments import ANYTHING, COUNT, check_fields, describe, named_ranks, positive_int
 from ignite_train.data.grouping import MicroBatchGrouping
 from ignite_train.data.run_data import RunData, known_size
 from ignite_train.engine.dispatch import Attachable, Stateful, add_counters
@@ -708,6 +708,18 @@ class Trainer(Loop):
     def _take_back(self) -> None:
         super()._take_back()
         self.data.take_back()
+
+    def _has_nothing_to_do(self) -> bool:
+        """The same on all ranks: one that does nothing would leave the others waiting. Collective."""
+        reached = super()._has_nothing_to_do()
+        of_ranks = [float(reached)] if self.replicas.are_elastic else collectives.everyones(reached)
+        if len({*of_ranks}) > 1:
+            idle = [rank for rank, is_reached in enumerate(of_ranks) if is_reached]
+            raise ValueError(
+                f"max_epochs and max_iters must be the same on all ranks, got limits that {named_ranks(idle, 'has', 'have')} "
+                f"reached and others have not; here {self.state.max_epochs} and {self.state.max_iters}"
+            )
+        return reached
 
     def _close_epoch(self, started: float) -> None:
         wrong_length = self.data.finish()

@@ -41,6 +41,7 @@ class Progress:
     Attributes:
         running: a run or a session is under way, from its beginning to its end.
         session_open: a session is open, from after its STARTED to before its closing events.
+        session_left: the latest run is a session whose `with` has been left without an exception.
         iterating: an iteration is under way.
         updating: an iteration that was asked for by `update` is under way, up to the last handler of its last event.
         settled: the running iteration has had its effect, and must not be repeated.
@@ -61,6 +62,7 @@ class Progress:
 
     running: bool = False
     session_open: bool = False
+    session_left: bool = False
     iterating: bool = False
     updating: bool = False
     settled: bool = True
@@ -202,7 +204,7 @@ class Loop(Dispatcher):
             The state.
         """
         state, progress = self.state, self.progress
-        if progress.ended and self._limit_is_reached():
+        if progress.ended and self._has_nothing_to_do():
             self.logger.warning(
                 f"nothing to do: epoch {state.epoch} and update {state.iteration} are done and the limit is "
                 f"max_epochs={state.max_epochs}, max_iters={state.max_iters}; raise it to continue"
@@ -228,7 +230,7 @@ class Loop(Dispatcher):
         self.should_terminate = self.should_interrupt = False
         self.should_terminate_single_epoch = progress.epoch_open and self.should_terminate_single_epoch  # not done yet
         state.dataloader, continues = data, progress.interrupted
-        progress.running, progress.ended, progress.interrupted = True, False, False
+        progress.running, progress.ended, progress.interrupted, progress.session_left = True, False, False, False
         progress.data_ended = progress.data_ended and continues
         self._log(f"Engine run starting with max_epochs={state.max_epochs}, max_iters={state.max_iters}.")
         try:
@@ -265,6 +267,7 @@ class Loop(Dispatcher):
             self.begin_section("between_updates")
             try:
                 yield self.state
+                self.progress.session_left = True
             finally:
                 self.progress.session_open = False
                 self.begin_section("handler")
@@ -383,6 +386,10 @@ class Loop(Dispatcher):
         if state.max_iters is not None:
             return state.iteration >= state.max_iters
         return state.max_epochs is not None and state.epoch - self.progress.epoch_open >= state.max_epochs
+
+    def _has_nothing_to_do(self) -> bool:
+        """Whether a run after one that has ended is over before it begins."""
+        return self._limit_is_reached()
 
     def _observe(self, error: BaseException) -> None:
         """Shows `error` to every handler of EXCEPTION_RAISED, once."""

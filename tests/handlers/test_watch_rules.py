@@ -27,10 +27,16 @@ WAITS, ELSEWHERE, AT_WORK = ("wait (gloo.py:1)", True), ("wait (other.py:2)", Tr
 
 
 def report(
-    place: tuple[str, bool], *, update: int = 5, micro_batch: int = 9, over: bool = False, has_told: bool = False
+    place: tuple[str, bool],
+    *,
+    update: int = 5,
+    micro_batch: int = 9,
+    left: bool = False,
+    over: bool = False,
+    has_told: bool = False,
 ) -> Any:
     where, waits = place
-    return hang_watch._Report(1, update, micro_batch, 0, 20, waits, where, over, has_told)
+    return hang_watch._Report(1, update, micro_batch, 0, 20, waits, where, left, over, has_told)
 
 
 def watch_of(reports: list[Any], waited: float) -> Any:
@@ -154,6 +160,18 @@ HANGS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
         WAITS_FOR_LONG,
         {"answered": LONG, "moved": LONG},
         "the store at which the ranks met has not answered for ",
+    ),
+    "left where all are": ([report(WAITS, left=True, over=True), report(WAITS)], {}, ""),
+    "left behind": ([report(WAITS), report(WAITS, update=4)], {}, ""),
+    "left before another": (
+        [report(WAITS, update=6), report(AT_WORK, left=True), report(WAITS, update=6)],
+        {},
+        "rank 1 has left the session before update 6, and all ranks must call update equally often; rank 0 at update 6 in ",
+    ),
+    "two left before another": (
+        [report(WAITS, left=True), report(WAITS, left=True, over=True), report(WAITS, update=6)],
+        {},
+        "ranks 0, 1 have left the session before update 6, and all ranks must call update equally often; ",
     ),
     "store late": (BOTH, {"answered": LIMIT}, ""),
     "store too late": (BOTH, {"answered": LIMIT + 1}, "the store at which the ranks met has not answered for 11.0 s: its ho"),
@@ -423,10 +441,13 @@ def test_a_report_says_where_the_main_thread_is(monkeypatch: pytest.MonkeyPatch)
     where, waits = "stand (model.py:12)", True
     watch = watch_of([None], 0.0)
     watch._main, watch._evaluator = 123, SimpleNamespace(state=SimpleNamespace(iteration=4))
-    watch._trainer = SimpleNamespace(state=SimpleNamespace(iteration=7, num_micro_batches=9))
+    watch._trainer = SimpleNamespace(
+        state=SimpleNamespace(iteration=7, num_micro_batches=9), progress=SimpleNamespace(session_left=True)
+    )
     begun = hang_watch.collectives.collectives_begun()
     watch._has_told = False
-    assert watch._look(3, over=True) == hang_watch._Report(3, 7, 9, 4, begun, waits, where, over=True, has_told=False)
+    expected = hang_watch._Report(3, 7, 9, 4, begun, waits, where, left=True, over=True, has_told=False)
+    assert watch._look(3, over=True) == expected
     watch._has_told = True
     assert watch._look(3, over=True).has_told
     watch._evaluator = None
@@ -835,3 +856,18 @@ def test_a_request_from_the_terminal_is_one_line(
     (record,) = caplog.records
     assert record.levelno == level
     assert "this may take 30 s" in record.getMessage()
+
+
+def test_only_a_session_that_is_left_without_an_exception_counts_as_left() -> None:
+    """Its rank is still in the closing events then; a later run or session begins anew."""
+    model = torch.nn.Linear(1, 1)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).sum())
+    seen: list[bool] = []
+    trainer.add_event_handler(Events.STARTED, lambda: seen.append(trainer.progress.session_left))
+    trainer.add_event_handler(Events.COMPLETED, lambda: seen.append(trainer.progress.session_left))
+    with trainer.session():
+        seen.append(trainer.progress.session_left)
+    with pytest.raises(KeyError), trainer.session():
+        raise KeyError
+    assert seen == [False, False, True, False]
+    assert not trainer.progress.session_left

@@ -318,3 +318,21 @@ def own_handlers(rank: int, directory: Path) -> Trainer:
 def test_what_only_writes_may_be_on_one_rank(tmp_path: Path) -> None:
     """Nor need the seeds be the same."""
     assert run_ranks(train, partial(own_handlers, directory=tmp_path)) == ["", ""]
+
+
+def run_on_unlike() -> str:
+    """A second run in which rank 1 has reached its limit, without what compares the ranks when a run starts."""
+    trainer, loader = make(protect=False), cuts.shard([[2], [2]])
+    trainer.run(loader, max_epochs=1)
+    with pytest.raises(ValueError, match="max_epochs and max_iters must be") as refused:
+        trainer.run(loader, max_epochs=1 if idist.get_rank() == 1 else 2)
+    trainer.run(loader, max_epochs=2)
+    assert trainer.state.epoch == 2
+    return str(refused.value)
+
+
+def test_a_second_run_that_one_rank_has_no_use_for_is_refused() -> None:
+    """On all ranks, instead of leaving the others waiting; with a limit that is the same the run continues."""
+    for rank, message in enumerate(run_ranks(run_on_unlike)):
+        begin = "max_epochs and max_iters must be the same on all ranks, got limits that rank 1 has reached and others have not"
+        assert message == f"{begin}; here {2 - rank} and None"
