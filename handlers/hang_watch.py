@@ -29,6 +29,7 @@ _logger = logging.getLogger(__name__)
 _STDERR = 2
 _PATIENCE_SECONDS = 2.0  # to wait for a store that does not answer, or for ranks that have not told the finding
 _SILENCE_SECONDS = 60.0  # of a rank for which another waits in a collective
+_REPORTS = 3  # that a rank makes before it counts that another has left; it looked for the second one after it was heard
 
 
 class HangWatch(Handler):
@@ -38,7 +39,7 @@ class HangWatch(Handler):
     the trainer's counters to the store at which the ranks met, about once a second. With several ranks it acts in three cases
     only:
 
-    - A rank has left its `session`, and another is in a later update, which can never end.
+    - A rank has left its `session`, and another waits in a later update, which can never end.
     - A rank has been silent for `timeout_seconds`, or for 60 seconds while another waits for it in a collective (180 by default
       in the first update, more with over 480 ranks): its machine is gone, its process is stopped, or it runs code that does not
       release Python's lock.
@@ -214,6 +215,8 @@ class _Watch:
         self._arrived = [0.0] * world_size  # where each rank stands
         self._reports: list[_Report | None] = [None] * world_size
         self._verdict, self._has_told = "", False
+        self._apart: tuple[list[int], list[int], int] = [], [], 0  # who has left, who waits in a later update, and in which
+        self._beats: dict[int, int] = {}  # when that was found first
         self._messages = SealedMessages.start(partial(start_description, trainer))
         self._threads = [threading.Thread(target=work, name="HangWatch", daemon=True) for work in (self._talk, self._judge)]
         for thread in self._threads:
@@ -322,11 +325,18 @@ class _Watch:
         return ""
 
     def _uneven(self) -> str:
-        """Which ranks have left their session although another is in a later update, with the places of all."""
-        reports = [(rank, report) for rank, report in enumerate(self._reports) if report is not None]
-        latest = max((report.update for _, report in reports), default=0)
-        left = [rank for rank, report in reports if report.left and report.update < latest]
-        if not left:
+        """Which ranks have left their session although others wait in a later update, with the places of all.
+
+        Reports are of different moments, and a script may put the counters back: all these ranks must say so again and again.
+        """
+        reports = {rank: report for rank, report in enumerate(self._reports) if report is not None}
+        latest = max((report.update for report in reports.values() if report.waits and not report.left), default=0)
+        left = [rank for rank, report in reports.items() if report.left and report.update < latest]
+        ahead = [rank for rank, report in reports.items() if report.waits and not report.left and report.update == latest]
+        if (left, ahead, latest) != self._apart:
+            self._apart, self._beats = (left, ahead, latest), {rank: report.beat for rank, report in reports.items()}
+        renewed = [reports[rank].beat - self._beats[rank] for rank in (*left, *ahead) if not reports[rank].over]
+        if not left or min(renewed) < _REPORTS:
             return ""
         who = named_ranks(left, "has left the session", "have left the session")
         return f"{who} before update {latest}, and all ranks must call update equally often; {self._places()}"

@@ -43,7 +43,7 @@ def watch_of(reports: list[Any], waited: float) -> Any:
     """The judging part of a watch: all ranks have stood where they are for so many seconds."""
     watch: Any = object.__new__(hang_watch._Watch)
     watch._reports, watch._clock, watch._arrived = reports, 100.0, [100.0 - waited] * len(reports)
-    watch._heartbeat = hang_watch._Heartbeat(None)
+    watch._heartbeat, watch._apart = hang_watch._Heartbeat(None), ([], [], 0)
     watch._trainer = SimpleNamespace(replicas=SimpleNamespace(are_elastic=False))
     return watch
 
@@ -163,16 +163,6 @@ HANGS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     ),
     "left where all are": ([report(WAITS, left=True, over=True), report(WAITS)], {}, ""),
     "left behind": ([report(WAITS), report(WAITS, update=4)], {}, ""),
-    "left before another": (
-        [report(WAITS, update=6), report(AT_WORK, left=True), report(WAITS, update=6)],
-        {},
-        "rank 1 has left the session before update 6, and all ranks must call update equally often; rank 0 at update 6 in ",
-    ),
-    "two left before another": (
-        [report(WAITS, left=True), report(WAITS, left=True, over=True), report(WAITS, update=6)],
-        {},
-        "ranks 0, 1 have left the session before update 6, and all ranks must call update equally often; ",
-    ),
     "store late": (BOTH, {"answered": LIMIT}, ""),
     "store too late": (BOTH, {"answered": LIMIT + 1}, "the store at which the ranks met has not answered for 11.0 s: its ho"),
     "apart for the limit": (APART, {"moved": LIMIT}, ""),
@@ -193,6 +183,42 @@ def test_what_is_found_to_hang(case: str) -> None:
     limit = 10 * LIMIT if "another" in case or "for long" in case else LIMIT
     found = verdict_of(reports, limit=limit, **since)
     assert found.startswith(expected) if expected else found == ""
+
+
+LEFT, GONE, AHEAD = report(AT_WORK, left=True), report(AT_WORK, left=True, over=True), report(WAITS, update=6)
+UNEVEN: dict[str, tuple[list[Any], list[tuple[int, ...]], str]] = {
+    "one": ([AHEAD, LEFT, AHEAD], [(1, 1, 1), (3, 3, 3), (4, 3, 4), (4, 4, 4)], "rank 1 has left the session"),
+    "two": ([LEFT, GONE, AHEAD], [(1, 1, 1), (4, 1, 4)], "ranks 0, 1 have left the session"),
+    "no one": ([report(WAITS), AHEAD, AHEAD], [(1, 1, 1), (9, 9, 9)], ""),
+    "all": ([LEFT, AHEAD._replace(left=True)], [(1, 1), (9, 9)], ""),
+    "and another is at work": ([LEFT, report(AT_WORK, update=6)], [(1, 1), (9, 9)], ""),
+    "and another is silent": ([LEFT, AHEAD], [(1, 1), (9, 1), (19, 3)], ""),
+    "long ago": ([LEFT, AHEAD], [(1, 1), (1, 9), (3, 19)], ""),
+}
+
+
+@pytest.mark.parametrize("case", UNEVEN)
+def test_who_has_left_a_session_too_early(case: str) -> None:
+    """Found when it and those that wait in a later update have said so three times more; of one that is gone once is enough."""
+    reports, beats, expected = UNEVEN[case]
+    watch = watch_of(reports, 0.0)
+    found = []
+    for of_ranks in beats:
+        watch._reports = [one._replace(beat=beat) for one, beat in zip(reports, of_ranks, strict=True)]
+        found.append(watch._uneven())
+    assert found[:-1] == [""] * (len(beats) - 1)
+    where = "before update 6, and all ranks must call update equally often; rank 0 at update "
+    assert found[-1].startswith(f"{expected} {where}") if expected else found[-1] == ""
+
+
+def test_a_rank_whose_counter_was_put_back_before_it_left_is_not_early() -> None:
+    """The others' reports may be older than that; what they say next counts from the beginning."""
+    watch = watch_of([AHEAD, LEFT], 0.0)
+    found = []
+    for beat, late in enumerate([AHEAD, AHEAD, report(WAITS), AHEAD, AHEAD, AHEAD, AHEAD]):
+        watch._reports = [one._replace(beat=beat) for one in (late, LEFT)]
+        found.append(bool(watch._uneven()))
+    assert found == [False] * 6 + [True]
 
 
 @pytest.mark.parametrize(
