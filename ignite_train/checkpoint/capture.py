@@ -40,6 +40,7 @@ from ignite_train.checkpoint.tree import TreeEncoder, is_composed, path_name, te
 from ignite_train.engine.dispatch import Stateful, attachables, attached, numbered_name
 from ignite_train.errors import CheckpointError
 from ignite_train.internals.of_torch import parts_of_schedule, version_of
+from ignite_train.model.objects_used import variables_around
 from ignite_train.model.random_state import capture_random_state, restore_random_state
 from ignite_train.model.tensor_digests import content_digest, tensor_digests
 from ignite_train.ranks import collectives
@@ -401,8 +402,11 @@ def _held(
                 arguments, owner = (*owner.args, *owner.keywords.values(), *arguments), owner.func
             name, things, is_function = type(owner).__name__, dict[str, Any](), isinstance(owner, FunctionType)
             if is_function:
-                closure = inspect.getclosurevars(owner)
-                name, things = owner.__name__, {**closure.nonlocals, **closure.globals}
+                try:
+                    around, everywhere, *_ = inspect.getclosurevars(owner)
+                except ValueError:  # one has no value yet, which is seldom
+                    around, everywhere = variables_around(owner)
+                name, things = owner.__name__, {**around, **everywhere}
             elif not (type(owner).__module__.startswith(_NO_STATE) or isinstance(owner, (Engine, type, Stateful))):
                 with suppress(TypeError):  # an object with slots, or one of C, has no such attributes
                     things = dict(vars(owner))

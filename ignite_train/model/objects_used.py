@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import enum
-import inspect
 import os
 from argparse import Namespace
 from collections import deque
@@ -12,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import CallableProxyType, ProxyType
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from ignite_train.internals.of_torch import forward_hooks_of, forward_pre_hooks_of
 
-__all__ = ["CONTAINERS", "MAX_ENTRIES", "attributes_of", "is_accounted_for", "objects_used"]
+__all__ = ["CONTAINERS", "MAX_ENTRIES", "attributes_of", "is_accounted_for", "objects_used", "variables_around"]
 
 MAX_ENTRIES = 1000  # of a container that is looked into, which may hold the data
 CONTAINERS = (list, dict, set, deque)
@@ -30,6 +29,7 @@ _OF_TORCH = (Tensor, torch.dtype, torch.device, torch.layout, torch.memory_forma
 _PLAIN = (*_NUMBERS, *_OF_TORCH, ModuleType, type, BuiltinFunctionType)
 _FIXED = (tuple, frozenset)
 _ASSIGNS = {"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"}
+_EMPTY = CellType()
 _OURS = str(Path(__file__).parents[1])
 _INSTALLED = (str(Path(os.__file__).parent), str(Path(torch.__file__).parents[1]))
 
@@ -49,8 +49,18 @@ def objects_used(functions: Iterable[Any]) -> Iterator[Any]:
         if id(value) not in seen:
             seen[id(value)] = value  # held, so that no other object gets its address
             yield value
-            with suppress(ValueError):  # a variable around it has no value yet
-                queue += _used_by(value)
+            queue += _used_by(value)
+
+
+def variables_around(function: FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a function refers to in the functions around it, and what globally; a variable without a value yet is left out.
+
+    `inspect.getclosurevars` raises where one has none.
+    """
+    code, everywhere = function.__code__, function.__globals__
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    around = {name: cell.cell_contents for name, cell in cells if cell != _EMPTY}
+    return around, {name: everywhere[name] for name in code.co_names if name in everywhere}
 
 
 def is_accounted_for(value: Any) -> bool:
@@ -100,12 +110,12 @@ def _around(function: FunctionType) -> list[Any]:
     """The values in the scopes around a function."""
     file = function.__code__.co_filename
     if file.startswith(_OURS):  # what the library wraps a function of the user in
-        return [one for one in inspect.getclosurevars(function).nonlocals.values() if not _is_ours(one)]
+        return [one for one in variables_around(function)[0].values() if not _is_ours(one)]
     if file.startswith(_INSTALLED):
         return []
-    scopes = inspect.getclosurevars(function)
+    around, everywhere = variables_around(function)
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return [*scopes.nonlocals.values(), *scopes.globals.values(), *defaults]
+    return [*around.values(), *everywhere.values(), *defaults]
 
 
 def _code_of(module: nn.Module) -> list[Any]:

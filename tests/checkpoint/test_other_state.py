@@ -1278,6 +1278,23 @@ def test_tensors_of_any_object_and_modules_of_any_function_are_seen(tmp_path: Pa
     assert len(lines) == 3
 
 
+def test_a_handler_may_name_what_is_not_there_yet(tmp_path: Path, caplog: Any) -> None:
+    """An evaluator that is made later, or never; what else the function refers to is seen all the same."""
+    model = net()
+    trainer, average, later = create_trainer(model, adamw(model), forward), AveragedModel(model), False
+
+    def in_closure() -> None:
+        average.update_parameters(evaluator if later else model)
+
+    if later:
+        evaluator = model
+    trainer.add_event_handler(TrainEvents.STEP_COMPLETED, in_closure)
+    Checkpoint(tmp_path, every=1).attach(trainer)
+    trainer.run(LOADER, max_iters=2)
+    (line,) = logged(caplog)
+    assert "in_closure holds 7 tensors in 'average'" in line
+
+
 class Late:
     """Makes what it holds when it is first called, and changes it with each later call."""
 

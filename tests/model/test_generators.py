@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from ignite_train.model.objects_used import is_accounted_for, objects_used
+from ignite_train.model.objects_used import is_accounted_for, objects_used, variables_around
 from ignite_train.model.random_state import (
     NUMPY,
     PYTHON,
@@ -91,6 +91,20 @@ def test_a_generator_that_forward_refers_to_is_found(way: str) -> None:
     found = [*objects_used([ways_to_a_generator()[way]])]
     assert any(one is CHANCE for one in found)
     assert not all(map(is_accounted_for, found))
+
+
+def test_what_is_around_a_function_is_found_beside_a_name_without_a_value() -> None:
+    """It is left out, and nothing else is."""
+
+    def forward() -> Any:
+        return CHANCE, inner, later
+
+    inner = np.random.default_rng(0)
+    around, everywhere = variables_around(forward)
+    assert list(around) == ["inner"]
+    assert everywhere["CHANCE"] is CHANCE
+    assert any(one is inner for one in objects_used([forward]))
+    later = None
 
 
 GENERATORS: dict[str, Any] = {
