@@ -51,6 +51,7 @@ from ignite_train.errors import (
     UnreadableCheckpointError,
 )
 from ignite_train.ranks import collectives
+from ignite_train.ranks.unlike_ranks import exchanged
 
 __all__ = ["CheckpointDirectory", "Contents", "Exchange", "commit", "on_main", "refuse_unreadable", "together", "try_out"]
 
@@ -108,13 +109,14 @@ def together(exchange: Exchange, what: str, work: Callable[[], T]) -> list[T]:
     Raises:
         CheckpointError: `work` raised on some rank. All ranks raise the same error, which names each that failed; it is a
             `LockTakenOverError` if one of these was.
+        ValueError: a rank has no such work, because its trainer was made otherwise.
     """
     try:
         mine: tuple[type[CheckpointError] | None, Any] = (None, work())
     except Exception as error:
         kind = LockTakenOverError if isinstance(error, LockTakenOverError) else CheckpointError
         mine = (kind, printable(f"{type(error).__name__}: {error}", _MAX_LENGTH))
-    outcomes = exchange(mine)
+    outcomes = exchanged(exchange, "of Checkpoint", mine)
     failures = [f"rank {rank}, {text}" for rank, (kind, text) in enumerate(outcomes) if kind is not None]
     if failures:
         kind = LockTakenOverError if any(kind is LockTakenOverError for kind, _ in outcomes) else CheckpointError

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ignite_train.ranks import collectives
 
-__all__ = ["Description", "described_parameters", "refuse_unlike_ranks"]
+__all__ = ["Description", "described_parameters", "exchanged", "refuse_unlike_ranks"]
 
 _MOST = 3  # differences that an error names
 
@@ -31,6 +32,31 @@ class Description:
     of_data: Mapping[str, str] = field(default_factory=dict)
 
 
+class _Sent(NamedTuple):
+    """What a rank sends, and in which exchange."""
+
+    which: str
+    value: Any
+
+
+def exchanged(exchange: Callable[[Any], list[Any]], which: str, value: Any) -> list[Any]:
+    """What each rank passed, in rank order. Collective.
+
+    Args:
+        exchange: such as `collectives.gather_objects`.
+        which: names the exchange.
+        value: of this rank.
+
+    Raises:
+        ValueError: some rank is in another exchange, on all ranks whose exchange has a name.
+    """
+    of_ranks = exchange(_Sent(which, value))
+    names = [one.which if isinstance(one, _Sent) else "another" for one in of_ranks]
+    if parts := _differences({rank: {"the exchange between the ranks": name} for rank, name in enumerate(names)}):
+        raise ValueError(_in_words(parts))
+    return [one.value for one in of_ranks]
+
+
 def refuse_unlike_ranks(description: Description, beside: bytes = b"") -> bytes:
     """Compares a description over the ranks. Collective: one exchange of digests, and another one where they differ.
 
@@ -45,10 +71,10 @@ def refuse_unlike_ranks(description: Description, beside: bytes = b"") -> bytes:
         ValueError: the descriptions differ, on all ranks alike.
     """
     digests = _digest(description.of_all), _digest(description.of_data)
-    of_ranks = collectives.gather_objects((*digests, description.sharing, beside))
+    of_ranks = exchanged(collectives.gather_objects, "of settings", (*digests, description.sharing, beside))
     of_data = {(sharing, digest) for _, digest, sharing, _ in of_ranks if sharing}
     if len({digest for digest, *_ in of_ranks}) > 1 or len(of_data) > len({sharing for sharing, _ in of_data}):
-        raise ValueError(_difference(collectives.gather_objects(description)))
+        raise ValueError(_in_words(_differences_of(collectives.gather_objects(description))))
     return bytes(of_ranks[0][-1])
 
 
@@ -65,11 +91,15 @@ def described_parameters(model: nn.Module, own: Collection[str] = ()) -> dict[st
     }
 
 
-def _difference(of_ranks: Sequence[Description]) -> str:
+def _differences_of(of_ranks: Sequence[Description]) -> list[str]:
     parts = _differences({rank: description.of_all for rank, description in enumerate(of_ranks)})
     for sharing in sorted({description.sharing for description in of_ranks if description.sharing}):
         among = {rank: one.of_data for rank, one in enumerate(of_ranks) if one.sharing == sharing}
         parts += _differences(among)
+    return parts
+
+
+def _in_words(parts: Sequence[str]) -> str:
     more = f"; and {len(parts) - _MOST} more differences" if len(parts) > _MOST else ""
     return (
         f"trainer must be made alike on all ranks, got {'; '.join(parts[:_MOST])}{more}; give all ranks the same settings, "

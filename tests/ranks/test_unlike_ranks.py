@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -86,6 +87,13 @@ def train(begin: Callable[[int], Trainer]) -> str:
     return ""
 
 
+def checkpoint_on_one(rank: int) -> Trainer:
+    trainer = make()
+    if rank:
+        Checkpoint(tempfile.mkdtemp()).attach(trainer)
+    return trainer
+
+
 SAID = {
     other_settings: "got accumulation_steps: 2 on rank 0 and 3 on rank 1; give",
     other_options: "got options.on_nonfinite: 'skip' on rank 0 and 'raise' on rank 1; give",
@@ -93,6 +101,7 @@ SAID = {
     frozen: "got the parameter bias: [1] of torch.float64, trained on rank 0 and [1] of torch.float64, frozen on rank 1; give",
     other_shapes: "got the parameter 0.weight: [5, 3] of torch.float64, trained on rank 0 and [6, 3] of",
     other_shards: "got the parameter 0.weight: [5, 3] of torch.float64, trained on rank 0 and [6, 3] of",
+    checkpoint_on_one: "got the exchange between the ranks: of settings on rank 0 and of Checkpoint on rank 1; give",
 }
 
 
