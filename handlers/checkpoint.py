@@ -21,7 +21,7 @@ from ignite_train.checkpoint.disk import refuse_other_systems
 from ignite_train.checkpoint.manifest import Manifest, seal
 from ignite_train.checkpoint.mirror import Mirror
 from ignite_train.checkpoint.read_checkpoint import best
-from ignite_train.checkpoint.resume import Resumption, log_how_exact
+from ignite_train.checkpoint.resume import Resumption, log_how_exact, refuse_unlike_resume
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.run_state import check_contents, restore_model
 from ignite_train.checkpoint.saved_run import SavedRun, checked_names, checked_objects
@@ -321,7 +321,8 @@ class Checkpoint(Handler):
     @contextmanager
     def _resuming(self, resume: str | Path) -> Iterator[None]:
         """`trainer.run` trains in this `with`: no other run writes to the directory, and the state is restored. Collective."""
-        with self.saver.holding():
+        with self.saver.holding(resume) as of_ranks:
+            refuse_unlike_resume(of_ranks)
             self.restore(resume)
             self.saver.catch_up()
             yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from ignite_train.errors import CheckpointError, DamagedCheckpointError, Unreada
 from ignite_train.metrics import refuse_other_mode
 from ignite_train.ranks import collectives
 
-__all__ = ["Resumption", "checkpoint_to_resume", "log_how_exact", "read_agreed"]
+__all__ = ["Resumption", "checkpoint_to_resume", "log_how_exact", "read_agreed", "refuse_unlike_resume"]
 
 _logger = logging.getLogger(__name__)
 _MAX_LENGTH = 900  # of what is told of a checkpoint
@@ -124,6 +124,16 @@ class Resumption:
     def forget(self) -> None:
         """The objects are not put back any more."""
         self._state = None
+
+
+def refuse_unlike_resume(of_ranks: Sequence[str]) -> None:
+    """Raises ValueError if some of the ranks were told another word than others, or a word and others a path."""
+    words = [resume if resume in _WORDS else "a path" for resume in of_ranks]
+    other = next((rank for rank, word in enumerate(words) if word != words[0]), 0)
+    if other:
+        raise ValueError(
+            f"resume must be the same on all ranks, got {of_ranks[0]!r} on rank 0 and {of_ranks[other]!r} on rank {other}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

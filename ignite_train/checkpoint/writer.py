@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_train.checkpoint.directory import CheckpointDirectory, Contents, commit, on_main
+from ignite_train.checkpoint.directory import CheckpointDirectory, Contents, commit, together
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.lock import DirectoryLock
 from ignite_train.checkpoint.manifest import Manifest
@@ -111,8 +111,8 @@ class CheckpointWriter:
         self._error: BaseException | None = None
 
     @contextmanager
-    def holding(self) -> Iterator[None]:
-        """Keeps other runs from writing to the directory until the end of the `with`. Collective.
+    def holding(self, resume: str | Path = "auto") -> Iterator[list[str]]:
+        """Keeps other runs from writing to the directory until the end of the `with`, which gets every `resume`. Collective.
 
         A directory that does not exist yet, or cannot be written to, is taken by the first save. The newest and the best
         checkpoints are fetched from the mirror, where the directory lacks them.
@@ -122,10 +122,11 @@ class CheckpointWriter:
         """
         self._is_held, patience = True, _PATIENCE_SECONDS
         try:
-            on_main(collectives.gather_objects, "taking the directory of the checkpoints", self._hold)
+            work = partial(self._hold, str(resume))
+            of_ranks = together(collectives.gather_objects, "taking the directory of the checkpoints", work)
             if self.mirror is not None:
                 self.mirror.fetch(self.directory, self.retention, collectives.gather_objects)
-            yield
+            yield of_ranks
             patience = threading.TIMEOUT_MAX
         finally:
             try:
@@ -147,9 +148,11 @@ class CheckpointWriter:
         if thread.is_alive():
             _logger.warning(f"an old checkpoint in {self.directory.path} is still being removed; the next start continues")
 
-    def _hold(self) -> None:
+    def _hold(self, resume: str) -> str:
         with suppress(OSError):  # the first save reports it, and a run that saves nothing need not know
-            self._lock.hold()
+            if collectives.is_main_rank():
+                self._lock.hold()
+        return resume
 
     def _release(self) -> None:
         if collectives.is_main_rank():

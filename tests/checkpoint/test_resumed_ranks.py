@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
 
 from ignite_train import ForwardOutput, ResumableLoader, UpdateOptions, create_trainer
 from ignite_train.handlers import Checkpoint
@@ -37,7 +39,7 @@ class Net(nn.Module):
         return self.last(self.spare(self.middle(self.norm(self.first(x)).tanh()).sin()).cos())
 
 
-class Samples(torch.utils.data.Dataset[Any]):
+class Samples(Dataset[Any]):
     """Samples that are a function of their index."""
 
     def __len__(self) -> int:
@@ -96,6 +98,26 @@ def test_resumed_run_ends_with_the_same_bits_on_three_or_more_ranks(tmp_path: Pa
     """DDP adds up in the order of its buckets, which would be another one at each start of a process."""
     for equal in run_ranks(compare, tmp_path, world_size=world_size):
         assert equal == dict.fromkeys(WAYS, True)
+
+
+def resume_unlike(directory: Path) -> list[str]:
+    """The errors of starts in which rank 1 is told otherwise; then all are told the same."""
+    errors = []
+    for on_rank_1 in ("auto", "never", "must", directory):
+        model = wrap(Net(), "ddp")
+        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
+        Checkpoint(directory).attach(trainer)
+        with pytest.raises(ValueError, match="resume must be the same on all ranks") if errors else nullcontext() as refused:
+            trainer.run(DataLoader(Samples(), 48), max_epochs=1, resume=on_rank_1 if idist.get_rank() == 1 else "auto")
+        errors.append(str(refused.value) if refused else "")
+    return errors
+
+
+def test_ranks_that_are_told_to_resume_in_unlike_ways_are_refused(tmp_path: Path) -> None:
+    """On all ranks, which would otherwise wait for the one that raises alone."""
+    first, second = run_ranks(resume_unlike, tmp_path)
+    begin = "resume must be the same on all ranks, got 'auto' on rank 0 and"
+    assert first == second == ["", *(f"{begin} {word!r} on rank 1" for word in ("never", "must", str(tmp_path)))]
 
 
 def traces(kind: str, **settings: bool) -> list[str]:
