@@ -375,7 +375,8 @@ class Statistics:
             own = self._vector.numel() + self._num_beside
             raise ValueError(
                 f"the trainer must be alike on all ranks, got {own} numbers of an update on this rank, and on average "
-                f"{total / self.ranks.size:g}; attach the same handlers, and freeze the same parameters, on all ranks"
+                f"{total / self.ranks.size:g}; attach the same handlers, freeze the same parameters, and call evaluators, "
+                "saves and other collectives, on all ranks"
             )
 
     def _length_of_all(self, vector: Tensor) -> int:
