@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ignite_train.arguments import describe, positive_int, real_number
 from ignite_train.device.to_device import ToDevice
-from ignite_train.forward import BoundForward, Forward, as_forward_output, bind_forward
+from ignite_train.forward import OF_THIS_MICRO_BATCH, BoundForward, Forward, as_forward_output, bind_forward
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.micro_batch_rollback import writing_error, written_into
@@ -30,6 +30,7 @@ class CurvatureMonitor(Handler):
     `"curvature/NAME"` in `trainer.state.metrics` is λ of the second derivatives by the parameters of that block. The loss is
     the mean over the update's micro-batches on all ranks, at the weights after the step. Plain gradient descent diverges along
     that direction where λ > 2 / learning rate. DeepSpeed's eigenvalues are the same, divided by the largest of all blocks.
+    An update that has a name, see `trainer.update(..., name=...)`, may have another forward and is left out.
 
     The power iteration (G. Golub and C. Van Loan, Matrix Computations, 7.3) repeats v ← Hv / ‖Hv‖ from a random v, with λ =
     vᵀHv, until ‖Hv - λv‖ ≤ `tolerance` · |λ|. Each step of it costs a forward and two backwards of the group, reads of the
@@ -114,11 +115,13 @@ class CurvatureMonitor(Handler):
         Raises:
             ValueError: forward writes into its micro-batch.
         """
+        record = trainer.state.update_output
         for name, parameters in (self._blocks or {}).items():
-            value = self._largest_eigenvalue(trainer, parameters)
             trainer.state.metrics.pop(f"curvature/{name}", None)
-            if math.isfinite(value):
-                trainer.state.metrics[f"curvature/{name}"] = value
+            if record is not None and record.name is None:
+                value = self._largest_eigenvalue(trainer, parameters)
+                if math.isfinite(value):
+                    trainer.state.metrics[f"curvature/{name}"] = value
 
     def _largest_eigenvalue(self, trainer: Trainer, parameters: Sequence[nn.Parameter]) -> float:
         generator = torch.Generator().manual_seed(self.seed)
@@ -138,13 +141,16 @@ class CurvatureMonitor(Handler):
         """Hv of the mean loss over the micro-batches of all ranks; leaves no trace."""
         state, before = trainer.state, self._forward_state.mark()
         total, sample_size = torch.zeros_like(direction), 0.0
+        # The denominators of the terms, of which each is divided by its own over all micro-batches.
+        totals = (state.update_output.sample_sizes if state.update_output else {}) or OF_THIS_MICRO_BATCH
         try:
             for index, micro_batch in enumerate(state.batch):
                 if micro_batch is None:  # without samples
                     continue
                 state.micro_batch_in_group, is_written = index, written_into(micro_batch)
                 with torch.compiler.set_stance("force_eager"):
-                    output = as_forward_output(self._bound(self._model, self._transfer(micro_batch)))
+                    returned = self._bound(self._model, self._transfer(micro_batch))
+                output = as_forward_output(returned, totals)
                 if is_written():  # the update has run on other values, and the next product would be another one
                     raise writing_error("CurvatureMonitor runs forward on each micro-batch again")
                 sample_size += float(output.sample_size)  # sync

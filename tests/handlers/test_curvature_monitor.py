@@ -165,6 +165,46 @@ def test_an_update_without_samples_has_none() -> None:
     assert seen == [True, False, True]
 
 
+def both(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+    """Two terms, whose denominators have another ratio in each micro-batch."""
+    x, y = micro_batch
+    own = cross_entropy(model(x), y, reduction="sum")
+    return ForwardOutput({"own": (own, len(y)), "norm": (model(x).square().sum(), len(y) ** 2)})
+
+
+def test_each_term_of_a_loss_has_its_own_denominator() -> None:
+    """Over all micro-batches of the update: the Hessian is that of the loss which the update has stepped along."""
+    model, data = net(), batches()[:2]
+    options = UpdateOptions(sample_sizes=lambda pair: {"own": len(pair[1]), "norm": len(pair[1]) ** 2})
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), both, accumulation_steps=2, options=options)
+    CurvatureMonitor(both, every=1, tolerance=1e-6, max_iterations=2000).attach(trainer)
+    found = trainer.run(data).metrics["curvature/model"]
+    names, shapes = zip(*((name, value.shape) for name, value in model.named_parameters()), strict=True)
+
+    def loss(flat: Tensor) -> Tensor:
+        parts = torch.split(flat, [shape.numel() for shape in shapes])
+        weights = {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
+        outputs = [torch.func.functional_call(model, weights, (x,)) for x, _ in data]
+        own = sum(cross_entropy(output, y, reduction="sum") for output, (_, y) in zip(outputs, data, strict=True))
+        norm = sum(output.square().sum() for output in outputs)
+        return own / sum(SIZES[:2]) + norm / sum(size**2 for size in SIZES[:2])
+
+    flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    assert found == pytest.approx(largest(torch.autograd.functional.hessian(loss, flat)), rel=1e-7)
+
+
+def test_an_update_with_a_name_is_left_out() -> None:
+    """Its forward may be another one, for which its micro-batches are made. What was published before is gone."""
+    model = net()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
+    CurvatureMonitor(forward, every=1, max_iterations=1).attach(trainer)
+    with trainer.session():
+        trainer.update(batches()[:1])
+        assert "curvature/model" in trainer.state.metrics
+        trainer.update([torch.ones(2, 3).double()], forward=lambda model, x: model(x).square().mean(), name="penalty")
+        assert "curvature/model" not in trainer.state.metrics
+
+
 def masked(model: nn.Module, micro_batch: Any) -> ForwardOutput:
     """Labels below 0 do not count."""
     x, y = micro_batch
