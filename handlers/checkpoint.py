@@ -457,7 +457,7 @@ class Checkpoint(Handler):
 
         Raises:
             CheckpointError: the save before failed, or some state cannot be stored; or, between runs, this save failed.
-            RuntimeError: `attach` was not called.
+            RuntimeError: `attach` was not called, or an evaluation is under way for which the model has other weights.
         """
         self._refuse_unattached()
         if self._is_running and not self._run.is_between_updates:
@@ -473,6 +473,11 @@ class Checkpoint(Handler):
         started, run = time.monotonic(), self._run
         with run.trainer.section("checkpoint"), paused_collection():
             for trainer in run.each_trainer:
+                if trainer.is_evaluating_elsewhere:
+                    raise RuntimeError(
+                        "save() was called in an evaluation for which OptimizerModes has put other weights into the model; "
+                        "save after it"
+                    )
                 trainer.verify_ranks()  # a state on which the ranks do not agree must not be saved
             manifest = self._manifest()
             self.saver.save(capture(run, self._held), manifest, is_last=is_last)

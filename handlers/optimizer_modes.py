@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,18 +77,20 @@ class OptimizerModes(Handler):
             raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
         trainer.on_enter.append(lambda _: self.optimizer.train())
         if evaluator is not None:
-            evaluator.run_within(self._evaluating)
+            evaluator.run_within(partial(self._evaluating, weakref.proxy(trainer)))
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def _evaluating(self, trainer: Trainer) -> Iterator[None]:
         """In this `with` the optimizer is in its eval mode; afterwards the weights have the bits that they had."""
         with torch.no_grad():
             kept = [weight.clone() for weight in self._weights()]
         self.optimizer.eval()
+        trainer.is_evaluating_elsewhere = True
         try:
             yield
         finally:
             self.optimizer.train()
+            trainer.is_evaluating_elsewhere = False
             with torch.no_grad():
                 foreach_copy_(self._weights(), kept)
 

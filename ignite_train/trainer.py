@@ -141,6 +141,7 @@ class Trainer(Loop):
         requests: what this rank asks of all ranks with these numbers.
         moments: functions that an update calls beside its events.
         replicas: what is known about the replicas of the model.
+        is_evaluating_elsewhere: whether the model has the weights of an evaluation now, which must not be saved for its own.
     """
 
     state: TrainState
@@ -165,6 +166,7 @@ class Trainer(Loop):
         self.requests = RankRequests()
         self.piggybacks: list[Piggyback] = []
         self.moments, self.replicas = Moments(output_transform), Replicas()
+        self.is_evaluating_elsewhere = False
         self.parts: dict[str, Stateful] = dict(parts or {})
         self.config = dict(settings or {})
         self.resume_with: Callable[[str | Path], AbstractContextManager[None]] | None = None  # of a `Checkpoint`

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 import cuts
 from bits import bit_by_bit
 from ignite_train import CheckpointError, ForwardOutput, NoLossScaling, Trainer, TrainEvents, create_evaluator, create_trainer
-from ignite_train.checkpoint import consolidate, latest
+from ignite_train.checkpoint import consolidate, latest, load_weights
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.handlers import Checkpoint, ModelEMA, Validation
 from ignite_train.tools.checkpoint_command import checkpoint_command as main
@@ -155,6 +155,31 @@ def test_it_begins_with_the_weights_of_the_first_run() -> None:
 
 
 # --- in the place of the weights ---
+
+
+@pytest.mark.parametrize("evaluates", [True, False], ids=["evaluation", "swapped-in"])
+def test_no_checkpoint_has_the_average_for_the_weights(evaluates: bool, tmp_path: Path) -> None:
+    """A save while they are swapped in is refused, and one that follows has the weights that are trained."""
+    model = net()
+    trainer, evaluator = make(model), create_evaluator(model, forward)
+    ema, checkpoint = ModelEMA(), Checkpoint(tmp_path)
+    ema.attach(trainer)
+    ema.use_in(evaluator)
+    checkpoint.attach(trainer)
+    evaluator.add_event_handler(Events.COMPLETED, checkpoint.save)
+    with trainer.session():
+        trainer.update(DATA[:1])
+        trained = bit_by_bit(model.state_dict())
+        with pytest.raises(RuntimeError, match=r"state_dict\(\) was called inside swapped_in\(\) .*; save after it"):
+            if evaluates:
+                evaluator.run(DATA[:1])
+            else:
+                with ema.swapped_in():
+                    checkpoint.save()
+        checkpoint.save()
+    loaded = net()
+    load_weights(loaded, checkpoint.latest)
+    assert bit_by_bit(loaded.state_dict()) == trained
 
 
 def test_swapped_in_and_out_again() -> None:

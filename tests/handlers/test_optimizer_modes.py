@@ -13,6 +13,7 @@ from torch import nn
 import cuts
 from bits import bit_by_bit
 from ignite_train import create_evaluator, create_trainer
+from ignite_train.checkpoint import load_weights
 from ignite_train.handlers import Checkpoint, ModelEMA, OptimizerModes, Validation
 from mistakes import Mistake, assert_one_line
 
@@ -137,6 +138,24 @@ def test_resumed_in_the_middle(tmp_path: Path) -> None:
     trainer.run(DATA, max_epochs=1, resume="must")
     assert bit_by_bit(model.state_dict()) == bit_by_bit(expected.state_dict())
     assert rest == losses[2:]
+
+
+def test_no_checkpoint_has_the_weights_of_an_evaluation(tmp_path: Path) -> None:
+    """A save inside of it is refused, and one that follows has the weights that are trained."""
+    trainer, model, _, evaluator, _ = job(tmp_path, validates=False)
+    checkpoint: Any = trainer.checkpoint
+    handle = evaluator.add_event_handler(Events.COMPLETED, checkpoint.save)
+    with trainer.session():
+        trainer.update(DATA[:1])
+        trained = bit_by_bit(model.state_dict())
+        with pytest.raises(RuntimeError, match=r"save\(\) was called in an evaluation.*; save after it"):
+            evaluator.run(DATA)
+        handle.remove()
+        evaluator.run(DATA)
+        checkpoint.save()
+    loaded = cuts.linear()
+    load_weights(loaded, checkpoint.latest)
+    assert bit_by_bit(loaded.state_dict()) == trained
 
 
 def test_an_evaluation_that_fails_leaves_the_weights_of_training() -> None:
