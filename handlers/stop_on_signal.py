@@ -68,6 +68,8 @@ class StopOnSignal(Handler):
         'SIGTERM'
     """
 
+    serves_several = True  # one after the other
+
     def __init__(self, signals: Iterable[signal.Signals] = _SIGNALS, *, grace_seconds: float = 25.0) -> None:
         self._requests = tuple(signal.Signals(number) for number in signals)
         for number in self._requests:
@@ -91,6 +93,8 @@ class StopOnSignal(Handler):
         trainer.on_exit.append(self._finish)
 
     def _start(self, trainer: Trainer) -> None:
+        if self._watch is not None:
+            raise RuntimeError("StopOnSignal must listen for one trainer at a time, got a second; give each one of its own")
         self.received = None
         if threading.current_thread() is not threading.main_thread():
             self._warn()

@@ -35,6 +35,8 @@ class TimeLimit(Handler):
         4
     """
 
+    serves_several = True
+
     def __init__(self, seconds: float) -> None:
         self.seconds = real_number("seconds", seconds, above=0)
         self._before = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MethodType
@@ -35,10 +36,13 @@ class Handler(Attachable):
         not_elastic: why the handler would be wrong where replicas come and go, so that `attach` refuses it; empty if it is
             right there.
         attached_once: whether one trainer must not have the same handler twice, since it would count or start twice.
+        serves_several: whether several trainers may have the same handler, since it keeps nothing of a trainer.
     """
 
     not_elastic = ""
     attached_once = False
+    serves_several = False
+    _trainer_of: weakref.ref[Trainer] | None = None  # the trainer to which it was attached first
     _number = 0  # in the order in which handlers are made
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -80,15 +84,19 @@ def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
             raise ValueError(
                 f"{name} must be attached once to a trainer, got the same one again; make another {name}, or join events by |"
             )
+        if not self.serves_several and self._trainer_of is not None and self._trainer_of() is not trainer:
+            raise ValueError(f"{name} must be attached to one trainer, got a second; make another {name} for it")
         if arguments or "event" in named:
             _check_event(name, arguments[0] if arguments else named["event"])
         if named.get("evaluator") is not None:
             check_evaluator(named["evaluator"], f" in {name}.attach")
         outer, self.is_attaching = self.is_attaching, True
         try:
-            return attach(self, trainer, *arguments, **named)
+            handle = attach(self, trainer, *arguments, **named)
         finally:
             self.is_attaching = outer
+        self._trainer_of = weakref.ref(trainer)
+        return handle
 
     return checked
 

@@ -730,15 +730,14 @@ def test_each_handler_is_attached_by_itself():
 
 
 def test_a_handler_that_is_derived_from_a_ready_made_one_attaches():
-    """Also where its own `attach` calls that of its class, and again for a second trainer."""
+    """Also where its own `attach` calls that of its class, and again in another one."""
 
     class Metrics(TrainingMetrics):
         def attach(self, trainer: Any, event: Any = Events.ITERATION_COMPLETED) -> Any:
             super().attach(trainer, event)
             return trainer.add_event_handler(Events.COMPLETED, self)
 
-    metrics = Metrics()
-    for trainer in (trainer_with(), trainer_with()):
+    for trainer, metrics in ((trainer_with(), Metrics()), (trainer_with(), Metrics())):
         metrics.attach(trainer)
         assert "loss" in trainer.run([0, 0]).metrics
     with pytest.raises(TypeError, match=r"use Metrics\(\.\.\.\)\.attach"):

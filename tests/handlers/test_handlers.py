@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 from collections.abc import Callable
@@ -32,6 +33,9 @@ from ignite_train.handlers import (
     Checkpoint,
     EmptyCache,
     FailureBoard,
+    Freeze,
+    GarbageCollection,
+    GradientMonitor,
     HangWatch,
     LearningRateSchedule,
     LossScaleLogger,
@@ -98,6 +102,36 @@ def test_a_handler_that_would_count_or_start_twice_is_attached_once(name: str) -
     if hasattr(handler, "detach"):
         handler.detach(trainer)
         handler.attach(trainer)
+
+
+@pytest.mark.parametrize("name", [*ONCE, "Validation", "GradientMonitor"])
+def test_a_handler_has_one_trainer(name: str) -> None:
+    """What it keeps is of that one: an average would be that of the other model. Also where the first is no more."""
+    trainer, model, _ = make()
+    more = {"Validation": lambda: Validation(create_evaluator(model, cuts.forward), DATA), "GradientMonitor": GradientMonitor}
+    handler = {**ONCE, **more}[name]()
+    handler.attach(trainer)
+    del trainer
+    gc.collect()
+    with pytest.raises(ValueError, match=f"^{name} must be attached to one trainer, got a second; make another {name} for it$"):
+        handler.attach(make()[0])
+
+
+def test_a_handler_that_one_trainer_refused_may_be_attached_to_another() -> None:
+    """It has nothing of the first."""
+    trainer, model, _ = make()
+    freeze = Freeze(list(model.parameters())[:1])
+    with pytest.raises(ValueError, match="module must have parameters that the optimizer trains"):
+        freeze.attach(make()[0])
+    freeze.attach(trainer)
+
+
+@pytest.mark.parametrize("kind", [EmptyCache, GarbageCollection])
+def test_some_serve_several_trainers(kind: type) -> None:
+    """They keep nothing of a trainer; see also the test of TimeLimit."""
+    handler = kind()
+    for _ in range(2):
+        handler.attach(make()[0])
 
 
 def test_a_method_at_an_event_is_no_attach() -> None:

@@ -50,6 +50,19 @@ def test_a_trainer_has_one(same: bool) -> None:
     assert installed() == before
 
 
+def test_two_trainers_at_a_time_have_one_each() -> None:
+    """The second would have taken the first one's handlers for those that were there before it."""
+    before, outer, inner, stop = installed(), make("auto"), make("auto"), StopOnSignal()
+    for trainer in (outer, inner):
+        stop.attach(trainer)
+    data = cuts.cut(cuts.samples(), [8] * 2)
+    with outer.session(), pytest.raises(RuntimeError, match="must listen for one trainer at a time, got a second; give each"):
+        inner.run(data, max_epochs=1)
+    assert installed() == before
+    assert inner.run(data, max_epochs=1).iteration == 2
+    assert installed() == before
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize(
     ("event", "last"),
