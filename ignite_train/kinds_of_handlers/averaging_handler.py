@@ -75,7 +75,8 @@ class AveragingHandler(Handler):
                 f"device must be left out for a sharded model, got {str(self.device)!r}: each rank keeps its shards"
             )
         self._model = model
-        self._averages = {name: self._average(value) for name, value in averaged_tensors(model).items()}
+        if self.num_updates == 0:  # or else it was taken off, and continues
+            self._averages = {name: self._average(value) for name, value in averaged_tensors(model).items()}
         trainer.on_enter.append(lambda _: self._begin_average())
         return trainer.prepend_event_handler(event, self)
 

@@ -182,6 +182,24 @@ def test_no_checkpoint_has_the_average_for_the_weights(evaluates: bool, tmp_path
     assert bit_by_bit(loaded.state_dict()) == trained
 
 
+def test_removed_and_attached_again_it_keeps_its_average() -> None:
+    """To the same trainer: the updates between count for nothing, and the average continues from where it was."""
+    model = net()
+    trainer, ema = make(model), ModelEMA(decay=0.5, warm_up=False)
+    handle = ema.attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    before = averaged(ema)
+    handle.remove()
+    trainer.run(DATA, max_epochs=2)
+    ema.attach(trainer)
+    assert bit_by_bit(averaged(ema)) == bit_by_bit(
+        {**before, **{name: value for name, value in model.state_dict().items() if "num_batches" in name}}
+    )
+    trainer.run(DATA[:1], max_epochs=3)
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(ema.state_dict()["model"][name], 0.5 * before[name] + 0.5 * value)
+
+
 def test_swapped_in_and_out_again() -> None:
     """Inside, the model has the averages under each of their names; outside its own bits, also after an exception."""
     model = net()
