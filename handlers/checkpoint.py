@@ -475,7 +475,7 @@ class Checkpoint(Handler):
         started, run = time.monotonic(), self._run
         with run.trainer.section("checkpoint"), paused_collection():
             for trainer in run.each_trainer:
-                if trainer.is_evaluating_elsewhere:
+                if not trainer.replicas.have_own_weights:
                     raise RuntimeError(
                         "save() was called in an evaluation for which OptimizerModes has put other weights into the model; "
                         "save after it"

@@ -85,12 +85,12 @@ class OptimizerModes(Handler):
         with torch.no_grad():
             kept = [weight.clone() for weight in self._weights()]
         self.optimizer.eval()
-        trainer.is_evaluating_elsewhere = True
+        trainer.replicas.have_own_weights = False
         try:
             yield
         finally:
             self.optimizer.train()
-            trainer.is_evaluating_elsewhere = False
+            trainer.replicas.have_own_weights = True
             with torch.no_grad():
                 foreach_copy_(self._weights(), kept)
 

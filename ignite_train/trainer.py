@@ -115,11 +115,13 @@ class Replicas:
     Attributes:
         are_equal: False while replicas that train locally differ.
         are_elastic: whether they come and go, so that others take part though there is one rank.
+        have_own_weights: False during an evaluation at other weights than those that are trained, which must not be saved.
         rank: the number of this process, and `num_ranks` how many there are; asked once.
     """
 
     are_equal: bool = True
     are_elastic: bool = False
+    have_own_weights: bool = True
     rank: int = field(default_factory=collectives.rank)
     num_ranks: int = field(default_factory=collectives.world_size)
 
@@ -141,7 +143,6 @@ class Trainer(Loop):
         requests: what this rank asks of all ranks with these numbers.
         moments: functions that an update calls beside its events.
         replicas: what is known about the replicas of the model.
-        is_evaluating_elsewhere: whether the model has the weights of an evaluation now, which must not be saved for its own.
     """
 
     state: TrainState
@@ -166,7 +167,6 @@ class Trainer(Loop):
         self.requests = RankRequests()
         self.piggybacks: list[Piggyback] = []
         self.moments, self.replicas = Moments(output_transform), Replicas()
-        self.is_evaluating_elsewhere = False
         self.parts: dict[str, Stateful] = dict(parts or {})
         self.config = dict(settings or {})
         self.resume_with: Callable[[str | Path], AbstractContextManager[None]] | None = None  # of a `Checkpoint`

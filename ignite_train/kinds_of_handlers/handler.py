@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from ignite_train.trainer import Trainer
 
 __all__ = ["Handler", "PiggybackHandler", "check_evaluator", "handle_in_every_nth_update"]
 
+_logger = logging.getLogger("ignite_train")
 _NUMBERS = itertools.count(1)
 
 
@@ -91,11 +93,18 @@ def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
         if named.get("evaluator") is not None:
             check_evaluator(named["evaluator"], f" in {name}.attach")
         outer, self.is_attaching = self.is_attaching, True
+        begins, ends = len(trainer.on_enter), len(trainer.on_exit)
         try:
             handle = attach(self, trainer, *arguments, **named)
         finally:
             self.is_attaching = outer
         self._trainer_of = weakref.ref(trainer)
+        is_late = trainer.progress.running and len(trainer.on_enter) > begins and len(trainer.on_exit) > ends
+        if is_late and not outer and collectives.is_main_rank():
+            _logger.warning(
+                f"{name} was attached inside a run, and what it does from the beginning of a run to its end begins with the "
+                "next one; attach it before run or session"
+            )
         return handle
 
     return checked

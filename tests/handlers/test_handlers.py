@@ -7,6 +7,7 @@ import gc
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from ignite_train.handlers import (
     ModelEMA,
     Profiler,
     StepTimer,
+    StopOnSignal,
     TimeLimit,
     TrainingMetrics,
     Validation,
@@ -132,6 +134,30 @@ def test_some_serve_several_trainers(kind: type) -> None:
     handler = kind()
     for _ in range(2):
         handler.attach(make()[0])
+
+
+@pytest.mark.parametrize(
+    ("build", "is_late"),
+    [
+        (partial(TimeLimit, 3600), True),
+        (GarbageCollection, True),
+        (StopOnSignal, True),
+        (ModelEMA, False),
+        (GradientMonitor, False),
+    ],
+    ids=["TimeLimit", "GarbageCollection", "StopOnSignal", "ModelEMA", "GradientMonitor"],
+)
+def test_what_begins_with_a_run_says_that_it_comes_too_late(build: Any, is_late: bool, caplog: Any) -> None:
+    """Attached inside a run or a session; what begins with an update is silent."""
+    trainer, _, _ = make()
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: build().attach(trainer))
+    trainer.run(DATA, max_epochs=1)
+    said = [line for line in caplog.messages if "was attached inside a run" in line]
+    assert len(said) == is_late
+    assert all(line.endswith("attach it before run or session") for line in said)
+    caplog.clear()
+    build().attach(make()[0])
+    assert not [line for line in caplog.messages if "was attached inside a run" in line]
 
 
 def test_a_method_at_an_event_is_no_attach() -> None:
