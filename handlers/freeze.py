@@ -78,6 +78,10 @@ class Freeze(Handler):
             )
         trainer.moments.before_norm.append(self._drop)
 
+    def settings(self) -> dict[str, Any]:
+        """Also how many parameters it freezes, since a resumed run may have another module frozen."""
+        return {**super().settings(), "num_parameters": len(self._frozen)}
+
     def is_frozen(self, state: TrainState) -> bool:
         """Whether the parameters stay in the next step."""
         if callable(self.until):

@@ -37,7 +37,7 @@ from ignite_train.checkpoint.run_objects import PublishedMetrics, RunObjects
 from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.tensor_files import Piece, local_box
 from ignite_train.checkpoint.tree import TreeEncoder, is_composed, path_name, tensors_in
-from ignite_train.engine.dispatch import Stateful, attachables, attached, numbered_name
+from ignite_train.engine.dispatch import Attachable, Stateful, attachables, attached, numbered_name
 from ignite_train.errors import CheckpointError
 from ignite_train.internals.of_torch import parts_of_schedule, version_of
 from ignite_train.model.objects_used import variables_around
@@ -229,8 +229,15 @@ def _storable(run: SavedRun, name: str, published: PublishedMetrics) -> dict[Any
 
 
 def run_config(run: SavedRun, config: Any) -> Any:
-    """The tree of `plain_config` of a run, with the user's configuration."""
-    return plain_config(config, run.trainer.config, _handler_settings(run.engines))
+    """The tree of `plain_config` of a run, with the user's configuration.
+
+    What removes gradients, as `Freeze` does, changes the update, so that it is described with the trainer.
+    """
+    functions = (one for trainer in run.each_trainer for one in trainer.moments.before_norm)
+    removing = [one.__self__ for one in functions if isinstance(one, MethodType)]
+    changes = _handler_settings([owner for owner in removing if isinstance(owner, Attachable)])
+    description = {**run.trainer.config, "before_norm": changes} if changes else run.trainer.config
+    return plain_config(config, description, _handler_settings(attachables(*run.engines)))
 
 
 def plain_config(config: Any, description: Any, handlers: Mapping[str, Any] | None = None) -> Any:
@@ -257,14 +264,10 @@ def plain_config(config: Any, description: Any, handlers: Mapping[str, Any] | No
     return TreeEncoder().encode(settings, ("config",))
 
 
-def _handler_settings(engines: Iterable[Engine]) -> dict[str, dict[str, Any]]:
-    """The settings of the attached handlers, by their class or `saved_as`; a second one of a name gets a number.
-
-    Args:
-        engines: the trainers and the evaluators.
-    """
+def _handler_settings(handlers: Iterable[Attachable]) -> dict[str, dict[str, Any]]:
+    """The settings of handlers, by their class or `saved_as`; a second one of a name gets a number."""
     settings: dict[str, dict[str, Any]] = {}
-    for owner in attachables(*engines):
+    for owner in handlers:
         settings[numbered_name(owner, settings)] = owner.settings()
     return settings
 

@@ -23,7 +23,7 @@ from ignite_train import (
     create_evaluator,
     create_trainer,
 )
-from ignite_train.handlers import Checkpoint, EarlyStopping, GradientMonitor, ModelEMA, Validation
+from ignite_train.handlers import Checkpoint, EarlyStopping, Freeze, GradientMonitor, ModelEMA, Validation
 from ignite_train.trainer import Trainer as AnyTrainer
 
 LOADER = [torch.ones(2, 3)] * 3
@@ -71,6 +71,24 @@ def test_settings_of_handlers_that_differ_are_told(tmp_path: Path, caplog: Any) 
     assert "EarlyStopping.patience: 3 -> 4 (the script's is used)" in line
     assert "handlers.GradientMonitor.every: 2 -> 3 (the script's is used)" in line
     assert line.count("->") == 3
+
+
+def test_a_part_that_is_frozen_on_one_side_only_is_told(tmp_path: Path, caplog: Any) -> None:
+    """It has no state, and changes what is trained: left out, until another step, and another part of the model."""
+
+    def part(directory: Path, names: tuple[str, ...], until: Any = None) -> Trainer:
+        trainer = build(directory)
+        if names:
+            Freeze([trainer.model.get_parameter(name) for name in names], until=until).attach(trainer)
+        return trainer
+
+    part(tmp_path, ("weight",)).run(LOADER, max_epochs=1)
+    part(tmp_path, ("weight",)).run(LOADER, max_epochs=2)
+    assert resumed(caplog) == ""
+    part(tmp_path, ("weight",), until=50).run(LOADER, max_epochs=3)
+    assert "trainer.before_norm.Freeze.until: None -> 50" in resumed(caplog)
+    part(tmp_path, ()).run(LOADER, max_epochs=4)
+    assert "trainer.before_norm.Freeze" in resumed(caplog)
 
 
 def test_a_setting_that_a_state_brings_back_is_told_as_the_checkpoints(tmp_path: Path, caplog: Any) -> None:
