@@ -26,6 +26,7 @@ __all__ = ["GradientMonitor", "Histogram"]
 
 _MAGNITUDES = [2.0**exponent for exponent in range(-30, 7)]
 _EDGES = (-math.inf, *(-edge for edge in reversed(_MAGNITUDES)), *_MAGNITUDES, math.inf)
+_KINDS = ("layer_grad_norm", "layer_weight_norm", "update_ratio")
 _NONE = torch.zeros(0)  # a gradient that is missing
 
 
@@ -53,9 +54,10 @@ class GradientMonitor(Handler):
       lectures on neural networks). Left out while the weights are zero;
     - `"dead_layers"`: how many layers have a gradient of zero, or none. Layers that `Freeze` freezes are among them.
 
-    A layer is a module with parameters of its own. A skipped update has no such metrics. In other updates it
-    does nothing. In an update that it measures it keeps a copy of the weights, has its numbers transferred to the host once,
-    and, if the model is sharded, sums them over the ranks once; a step is not queued in that update. All ranks must attach it.
+    A layer is a module with parameters of its own. After a skipped update it removes these metrics. In other
+    updates it does nothing. In an update that it measures it keeps a copy of the weights, has its numbers transferred to the
+    host once, and, if the model is sharded, sums them over the ranks once; a step is not queued in that update. All ranks must
+    attach it.
 
     Args:
         every: it measures each update whose number is a multiple of this.
@@ -95,18 +97,27 @@ class GradientMonitor(Handler):
     def attach(self, trainer: Trainer) -> None:
         """Looks at updates of `trainer`."""
         handlers = {TrainEvents.GRADIENTS_READY: self._before_step, TrainEvents.STEP_COMPLETED: self._after_step}
-        handle_in_every_nth_update(self, trainer, self.every, handlers | {TrainEvents.STEP_SKIPPED: self._end})
+        handle_in_every_nth_update(self, trainer, self.every, handlers | {TrainEvents.STEP_SKIPPED: self._withdraw})
         trainer.on_exit.append(self._end)
 
     def _end(self) -> None:
         self._weights, self._found, self._monitored = [], [], []
 
-    def _before_step(self, trainer: Trainer) -> None:
-        model = trainer.model
+    def _withdraw(self, trainer: Trainer) -> None:
+        """Removes what an earlier update has published: a skipped one has no norms."""
+        self._find_layers(trainer.model)
+        for name in ("dead_layers", *(f"{kind}/{layer}" for kind in _KINDS for layer in self._layers)):
+            trainer.state.metrics.pop(name, None)
+        self._end()
+
+    def _find_layers(self, model: nn.Module) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()]
         paths = [plain_name(name).split(".")[:-1] for name, _ in named]
         self._layers = [".".join(path[: self.depth]) or "model" for path in paths]
         self._monitored = [parameter for _, parameter in named]
+
+    def _before_step(self, trainer: Trainer) -> None:
+        self._find_layers(trainer.model)
         with torch.no_grad():
             weights = local_tensors(self._monitored)
             gradients = local_tensors(_gradient(parameter) for parameter in self._monitored)
@@ -151,7 +162,7 @@ class GradientMonitor(Handler):
         metrics = trainer.state.metrics
         for layer in layers:
             metrics.pop(f"update_ratio/{layer}", None)
-        for name, values in (("layer_grad_norm", gradient), ("layer_weight_norm", weight), ("update_ratio", ratios)):
+        for name, values in zip(_KINDS, (gradient, weight, ratios), strict=True):
             metrics |= {f"{name}/{layer}": value for layer, value in values.items()}
         metrics["dead_layers"] = len(self.dead)
         self.histograms = self._histograms(found[3:])

@@ -208,6 +208,16 @@ def test_a_skipped_update_and_an_exception_leave_nothing_behind() -> None:
     assert len(entries(trainer, TrainEvents.GRADIENTS_READY)) == 1
 
 
+def test_a_skipped_update_does_not_show_the_norms_of_an_earlier_one() -> None:
+    """They are gone, and those of the next update are there again."""
+    trainer, seen = make(net(), on_nonfinite="skip"), []
+    GradientMonitor(every=1).attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(len(trainer.state.metrics)))
+    trainer.run([DATA[0], DATA[1] * math.nan, DATA[2]])
+    assert seen[0] == seen[2] > 0
+    assert seen[1] == 0
+
+
 def test_weights_that_are_zero_have_no_ratio() -> None:
     """From the beginning, or from some update on; what was published before is gone."""
     model = net()
