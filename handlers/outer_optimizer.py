@@ -107,12 +107,17 @@ class OuterOptimizer(Handler):
 
         Raises:
             ValueError: there are several ranks and their gradients are reduced in each update; or the outer optimizer does not
-                have the parameters that are trained; or `trainer` has an outer optimizer already.
+                have the parameters that are trained, or is the trainer's own; or `trainer` has an outer optimizer already.
         """
         if collectives.world_size() > 1 and trainer.config["reduction"] != "local":
             raise ValueError(
                 "OuterOptimizer needs replicas that train on their own, got a trainer that reduces gradients in each update; "
                 "pass the plain model and options=UpdateOptions(reduction='local') to create_trainer"
+            )
+        if self.optimizer in trainer.optimizers.values():
+            raise ValueError(
+                "optimizer must be one over those of the trainer, got one of these; pass "
+                "torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True), say"
             )
         if trainer.moments.after_update:
             raise ValueError("trainer must have one OuterOptimizer at most, got a second one; attach it once")

@@ -993,11 +993,19 @@ def _limits() -> None:
     make(inner=lambda parameters: {"all": torch.optim.SGD(parameters, lr=RATE)}, max_grad_norm={"all": 1.0})
 
 
+def _attach_the_inner_one() -> None:
+    """It would step along the gradients and the moves of the weights, with one state for both."""
+    model = linear()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    OuterOptimizer(inner, every=2).attach(create_trainer(model, inner, forward))
+
+
 MISTAKES: dict[str, Mistake] = {
     "optimizer": (TypeError, "optimizer must be a torch.optim.Optimizer", lambda: OuterOptimizer(linear(), every=2)),  # type: ignore[arg-type]
     "every": (ValueError, "every must be at least 1", lambda: OuterOptimizer(_sgd(), every=0)),
     "count": (ValueError, "count must be one of", lambda: OuterOptimizer(_sgd(), every=2, count="epochs")),  # type: ignore[arg-type]
     "rate": (TypeError, "by_inner_rate must be True or False", lambda: OuterOptimizer(_sgd(), every=2, by_inner_rate=1)),  # type: ignore[arg-type]
+    "inner": (ValueError, "optimizer must be one over those of the trainer, got one of these; pass", _attach_the_inner_one),
     "twice": (ValueError, "trainer must have one OuterOptimizer at most", _attach_twice),
     "others": (
         ValueError,
