@@ -69,11 +69,17 @@ class RecordingHandler(Handler):
         """Writes at `event`, at the end of the run, and, as `tag/...`, what `evaluator` finds when it has run.
 
         A second call with the same trainer adds the evaluator only.
+
+        Raises:
+            ValueError: an evaluator has that tag already.
         """
+        if evaluator is not None and tag in self.tags:
+            raise ValueError(f"tag must be another one for each evaluator, got {tag!r} twice; pass tag='test', say")
+        if evaluator is not None:
+            self.tags.append(tag)
         if not collectives.is_main_rank():
             return None
         if evaluator is not None:
-            self.tags.append(tag)
             evaluator.add_event_handler(Events.COMPLETED, self._write_evaluation, trainer, tag)
         if trainer.has_event_handler(self._write_rest, Events.COMPLETED):
             return None

@@ -411,6 +411,16 @@ def test_a_second_attach_adds_an_evaluator(tmp_path: Path, kind: str) -> None:
     assert rows[-1]["averaged/loss"] == rows[-2]["validation/loss"]
 
 
+@kinds
+def test_two_evaluators_have_two_tags(tmp_path: Path, kind: str) -> None:
+    """With one their numbers could not be told apart."""
+    trainer, log = make(tmp_path, kind)
+    second = create_evaluator(trainer.model, cuts.forward)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tag must be another one for each evaluator, got 'validation' twice; pass tag='test'"):
+        log.attach(trainer, EVERY, evaluator=second)
+    log.attach(trainer, EVERY, evaluator=second, tag="test")
+
+
 class FullDisk:
     """Has room for a half of the line that is written in one update, and later for all."""
 
