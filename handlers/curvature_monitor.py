@@ -10,7 +10,7 @@ from ignite.engine import Events, RemovableEventHandle
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ignite_train.arguments import describe, positive_int, real_number
+from ignite_train.arguments import describe, positive_int, real_number, whole_number
 from ignite_train.device.to_device import ToDevice
 from ignite_train.forward import OF_THIS_MICRO_BATCH, BoundForward, Forward, as_forward_output, bind_forward
 from ignite_train.kinds_of_handlers import Handler
@@ -78,9 +78,11 @@ class CurvatureMonitor(Handler):
         if not callable(forward):
             raise TypeError(f"forward must be the function that the trainer was made with, got {describe(forward)}")
         self.every, self.max_iterations = positive_int("every", every), positive_int("max_iterations", max_iterations)
-        self.tolerance, self.seed = real_number("tolerance", tolerance, above=0), seed
+        self.tolerance, self.seed = real_number("tolerance", tolerance, above=0), whole_number("seed", seed)
         if self.tolerance >= 1:
             raise ValueError(f"tolerance must be below 1, got {tolerance!r}; it is relative to the eigenvalue")
+        if blocks is not None and (not isinstance(blocks, Mapping) or not blocks):
+            raise TypeError(f"blocks must be modules by name, got {describe(blocks)}; leave it out for the whole model")
         self._forward = forward
         self._blocks = None if blocks is None else {name: _trainable(name, block) for name, block in blocks.items()}
 
@@ -89,7 +91,7 @@ class CurvatureMonitor(Handler):
 
         Raises:
             TypeError: its model is sharded.
-            ValueError: a parameter has sparse gradients, of which torch has no second derivatives.
+            ValueError: a block is not of the model, or has sparse gradients, of which torch has no second derivatives.
         """
         model = trainer.model
         self._model = unwrap(model)
@@ -97,6 +99,10 @@ class CurvatureMonitor(Handler):
             raise TypeError("CurvatureMonitor needs all parameters on each rank, and the model of this trainer is sharded")
         if self._blocks is None:
             self._blocks = {"model": _trainable("model", self._model)}
+        own = {id(parameter) for parameter in self._model.parameters()}
+        for name, parameters in self._blocks.items():
+            if not all(id(parameter) in own for parameter in parameters):
+                raise ValueError(f"blocks[{name!r}] must be a module of the trainer's model, got another one")
         sparse = sparse_parameters(self._model)
         names = [sparse[parameter] for block in self._blocks.values() for parameter in block if parameter in sparse]
         if names:

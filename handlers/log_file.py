@@ -42,7 +42,7 @@ class LogFile(RecordingHandler):
 
     Raises:
         TypeError: `path` is not a path.
-        ValueError: `on_error` is neither of the two.
+        ValueError: `path` is a directory, or `on_error` is neither of the two.
     """
 
     what_is_written = "a line"
@@ -50,6 +50,8 @@ class LogFile(RecordingHandler):
     def __init__(self, path: str | Path, *, on_error: Literal["warn", "raise"] = "warn") -> None:
         super().__init__(on_error)
         self.path = path_of("path", path)
+        if self.path.is_dir():
+            raise ValueError(f"path must be a file, got the directory {str(self.path)!r}; add the name of a file in it")
         directory_of("the directory of path", self.path.parent)
         self._file: BinaryIO | None = None  # opened when there is something to write
         self._is_known = False  # whether the next two describe the file: it was loaded, or written by this process

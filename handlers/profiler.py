@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Collection
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from ignite.engine import Events, RemovableEventHandle
 
-from ignite_train.arguments import describe, path_of, positive_int
+from ignite_train.arguments import describe, did_you_mean, directory_of, whole_number
 from ignite_train.engine.sections import RANGES, Sections
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.ranks import collectives
@@ -42,8 +43,9 @@ class Profiler(Handler):
         traces: the files that were written.
 
     Raises:
-        TypeError: an argument is of the wrong type.
-        ValueError: `updates` is empty, has gaps, or begins before 1, or an option is one that the handler sets itself.
+        TypeError: an argument is of the wrong type, or an option is not known.
+        ValueError: `directory` is a file, or `updates` is empty, has gaps, or begins before 1, or an option is one that the
+            handler sets itself.
 
     Example:
         >>> profiler = Profiler(directory, updates=range(3, 5))
@@ -74,8 +76,13 @@ class Profiler(Handler):
             )
         if own := {"schedule", "on_trace_ready"} & {*options}:
             raise ValueError(f"options must not have {own.pop()!r}, which follows from updates and directory")
-        self.directory, self.updates, self.ranks = path_of("directory", directory), updates, tuple(ranks)
-        self.warm_up = 0 if warm_up == 0 else positive_int("warm_up", warm_up)
+        known = inspect.signature(torch.profiler.profile).parameters
+        for name in options.keys() - known.keys():
+            raise TypeError(f"options must be those of torch.profiler.profile, got {name!r}{did_you_mean(name, known)}")
+        if not isinstance(ranks, Collection):
+            raise TypeError(f"ranks must be a sequence of ranks, got {describe(ranks)}; pass (0,) for the first")
+        self.directory, self.updates, self.ranks = directory_of("directory", directory), updates, tuple(ranks)
+        self.warm_up = whole_number("warm_up", warm_up)
         self._window = range(max(updates.start - self.warm_up, 1), updates.stop)  # the updates in which the profiler runs
         self.traces: list[Path] = []
         self._options = options

@@ -15,7 +15,7 @@ from contextlib import suppress
 from types import FrameType, MethodType
 from typing import Any, NoReturn
 
-from ignite_train.arguments import real_number
+from ignite_train.arguments import describe, real_number
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
@@ -56,6 +56,7 @@ class StopOnSignal(Handler):
         received: the signal that ended the latest run, or None.
 
     Raises:
+        TypeError: an argument has the wrong type.
         ValueError: `signals` has SIGKILL or SIGSTOP, which no process can handle, or `grace_seconds` is not greater than 0.
 
     Example:
@@ -71,6 +72,8 @@ class StopOnSignal(Handler):
     serves_several = True  # one after the other
 
     def __init__(self, signals: Iterable[signal.Signals] = _SIGNALS, *, grace_seconds: float = 25.0) -> None:
+        if not isinstance(signals, Iterable):
+            raise TypeError(f"signals must be a sequence of signals, got {describe(signals)}; pass (signal.SIGTERM,), say")
         self._requests = tuple(signal.Signals(number) for number in signals)
         for number in self._requests:
             if number.name in ("SIGKILL", "SIGSTOP"):

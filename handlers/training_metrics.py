@@ -92,7 +92,7 @@ class TrainingMetrics(Handler):
         peak_flops: what one device can do in a second, by its data sheet.
 
     Raises:
-        TypeError: `per_second` is a string, or one of the last two is not a number.
+        TypeError: `per_second` is no sequence of names, or one of the last two is not a number.
         ValueError: one of the last two is given without the other, or is not greater than 0.
 
     Example:
@@ -115,8 +115,9 @@ class TrainingMetrics(Handler):
         flops_per_sample: float | None = None,
         peak_flops: float | None = None,
     ) -> None:
-        if isinstance(per_second, str):
-            raise TypeError(f"per_second must be a sequence of names of logs, got {per_second!r}; pass ({per_second!r},)")
+        if isinstance(per_second, str) or not isinstance(per_second, Iterable):
+            name = per_second if isinstance(per_second, str) else "tokens"
+            raise TypeError(f"per_second must be a sequence of names of logs, got {per_second!r}; pass ({name!r},)")
         if (flops_per_sample is None) != (peak_flops is None):
             raise ValueError(f"flops_per_sample and peak_flops go together, got {flops_per_sample!r} and {peak_flops!r}")
         self.base2, self.perplexity, self.per_second, self.memory = base2, perplexity, tuple(per_second), memory

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ignite.engine import Engine, Events, RemovableEventHandle
 
-from ignite_train.arguments import COUNT, MAPPING, NUMBER, TEXT, check_fields, optional, positive_int
+from ignite_train.arguments import COUNT, MAPPING, NUMBER, TEXT, check_fields, optional, whole_number
 from ignite_train.engine.dispatch import append_handler, attached, is_of_library, scores_of, stateful_handlers
 from ignite_train.engine.limits import checked_loader, is_read_once, refuse_used_iterator
 from ignite_train.evaluation.evaluator import Evaluator, kept_state
@@ -77,7 +77,7 @@ class Validation(Handler):
         check_evaluator(evaluator, "; write Validation(evaluator, loader)")
         self.evaluator, self.loader = evaluator, loader
         checked_loader(loader)
-        self.sanity = 0 if sanity == 0 else positive_int("sanity", sanity)
+        self.sanity = whole_number("sanity", sanity)
         self.score = "loss" if score is None else score
         self.mode: str = score_mode(self.score, mode, of="Validation")
         self._default = (self.score, self.mode) if score is None and mode is None else None  # where others may decide

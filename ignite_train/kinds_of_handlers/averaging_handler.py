@@ -43,6 +43,9 @@ class AveragingHandler(Handler):
 
     Attributes:
         num_updates: how often it has averaged.
+
+    Raises:
+        TypeError: `device` names no device.
     """
 
     is_collective = True
@@ -53,7 +56,10 @@ class AveragingHandler(Handler):
     follows_until_first = False
 
     def __init__(self, device: str | torch.device | None) -> None:
-        self.device = None if device is None else torch.device(device)
+        try:
+            self.device = None if device is None else torch.device(device)
+        except (RuntimeError, TypeError):
+            raise TypeError(f"device must be a device of torch such as 'cpu', got {describe(device)}") from None
         self.num_updates = 0
         self._model: nn.Module | None = None
         self._averages: dict[str, Tensor] = {}

@@ -278,13 +278,24 @@ def test_two_ranks_share_the_samples() -> None:
         ({"tolerance": 1}, ValueError, "tolerance must be below 1, got 1"),
         ({"blocks": {"a": 1}}, TypeError, r"blocks\['a'\] must be a torch.nn.Module"),
         ({"blocks": {"a": nn.Tanh()}}, ValueError, r"blocks\['a'\] must have trainable parameters"),
+        ({"blocks": [nn.Tanh()]}, TypeError, "blocks must be modules by name, got .*; leave it out for the whole model"),
+        ({"blocks": {}}, TypeError, "blocks must be modules by name, got {}"),
+        ({"seed": None}, TypeError, "seed must be a number, got None"),
     ],
-    ids=["forward", "every", "tolerance", "tolerance-1", "not-a-module", "no-parameters"],
+    ids=["forward", "every", "tolerance", "tolerance-1", "not-a-module", "no-parameters", "list", "none", "seed"],
 )
 def test_mistakes(options: dict[str, Any], error: type[Exception], message: str) -> None:
     """One line says which argument."""
     with pytest.raises(error, match=message):
         CurvatureMonitor(**{"forward": forward, **options})
+
+
+def test_a_block_of_another_model_is_refused() -> None:
+    """Its loss would not depend on it, and the curvature would be 0."""
+    model = net()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
+    with pytest.raises(ValueError, match=r"blocks\['last'\] must be a module of the trainer's model, got another one"):
+        CurvatureMonitor(forward, blocks={"last": net()[2]}).attach(trainer)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["model", "block"])

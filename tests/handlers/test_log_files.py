@@ -517,8 +517,12 @@ def test_a_wrong_state_is_refused(tmp_path: Path, state: Any, message: str) -> N
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"path": None}, "path must be"), ({"path": "log", "on_error": "ignore"}, "on_error must be one of")],
-    ids=["path", "on_error"],
+    [
+        ({"path": None}, "path must be"),
+        ({"path": Path(__file__).parent}, "path must be a file, got the directory"),
+        ({"path": "log", "on_error": "ignore"}, "on_error must be one of"),
+    ],
+    ids=["path", "directory", "on_error"],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
     """One line says which."""

@@ -425,6 +425,7 @@ MISTAKES: dict[str, Mistake] = {
     "negative": (ValueError, "decay must be at least 0", lambda: ModelEMA(-0.1)),
     "text": (TypeError, "decay must be a number", lambda: ModelEMA("0.9")),  # type: ignore[arg-type]
     "warm-up": (TypeError, "warm_up must be True or False", lambda: ModelEMA(warm_up=2)),  # type: ignore[arg-type]
+    "device": (TypeError, "device must be a device of torch such as 'cpu', got 'gpu'", lambda: ModelEMA(device="gpu")),
     "evaluator": (TypeError, "evaluator must be what create_evaluator", lambda: ModelEMA().use_in(make(net()))),  # type: ignore[arg-type]
     "unattached": (RuntimeError, r"attach\(trainer\) must be called first", lambda: ModelEMA().state_dict()),
     "unattached state": (

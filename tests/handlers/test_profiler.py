@@ -182,9 +182,13 @@ def test_only_the_chosen_ranks_are_profiled(tmp_path: Path) -> None:
         ({"updates": range(1, 9, 2)}, "updates must be"),
         ({"updates": (3, 4)}, "updates must be a range"),
         ({"directory": 3}, "directory must be"),
+        ({"directory": __file__}, "directory must be a directory"),
         ({"schedule": None}, "options must not have 'schedule'"),
+        ({"with_stak": True}, "options must be those of torch.profiler.profile, got 'with_stak'; did you mean 'with_stack'"),
+        ({"ranks": 0}, r"ranks must be a sequence of ranks, got 0 of type int; pass \(0,\)"),
+        ({"warm_up": -1}, "warm_up must be at least 0, got -1"),
     ],
-    ids=["empty", "zero", "gaps", "tuple", "directory", "schedule"],
+    ids=["empty", "zero", "gaps", "tuple", "directory", "file", "schedule", "option", "rank", "warm-up"],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
     """One line says which."""

@@ -168,7 +168,7 @@ def test_sanity_finds_a_mistake_before_the_first_update() -> None:
         with pytest.raises(error):
             job.run()
         assert seen == []
-    with pytest.raises(ValueError, match="sanity must be at least 1, got -1"):
+    with pytest.raises(ValueError, match="sanity must be at least 0, got -1"):
         Validation(job.evaluator, DATA, sanity=-1)
 
 

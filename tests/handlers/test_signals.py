@@ -209,6 +209,8 @@ def test_arguments_must_make_sense() -> None:
     """What no process can handle is refused, and a grace of nothing."""
     with pytest.raises(ValueError, match="signals must be signals that a process can handle, got SIGKILL"):
         StopOnSignal([signal.SIGTERM, signal.SIGKILL])
+    with pytest.raises(TypeError, match=r"signals must be a sequence of signals, got .*SIGTERM.*; pass \(signal.SIGTERM,\)"):
+        StopOnSignal(signal.SIGTERM)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="grace_seconds must be greater than 0, got 0"):
         StopOnSignal(grace_seconds=0)
 

@@ -608,10 +608,11 @@ def test_memory_of_an_accelerator_is_what_its_allocator_tells(monkeypatch: pytes
     ("options", "message"),
     [
         ({"per_second": "tokens"}, "pass \\('tokens',\\)"),
+        ({"per_second": None}, "per_second must be a sequence of names of logs, got None; pass \\('tokens',\\)"),
         ({"flops_per_sample": 6e9}, "go together"),
         ({"flops_per_sample": 6e9, "peak_flops": 0}, "peak_flops must be greater than 0"),
     ],
-    ids=["string", "half", "zero"],
+    ids=["string", "none", "half", "zero"],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
     """One line says which."""
