@@ -306,7 +306,6 @@ class Trainer(Loop):
             state.max_epochs = None
             state.max_iters = state.max_iters if max_iters is None else checked_limits(state, None, max_iters)[1]
             self.requests.begin()
-            self.data.stream = None
             with super().session():
                 yield state
 

@@ -393,6 +393,17 @@ def test_an_iterator_that_is_not_renewed_has_ended():
     assert groups == [[1.0], [2.0]]
 
 
+def test_a_session_between_two_runs_leaves_the_pass_as_it_is():
+    """With `epoch_length` the second run reads on where the first one ended, whatever else was trained meanwhile."""
+    trainer, groups = make()
+    data = [1.0, 2.0, 3.0]
+    trainer.run(data, max_epochs=1, epoch_length=2)
+    with trainer.session():
+        trainer.update([9.0])
+    trainer.run(data, max_epochs=2)
+    assert groups == [[1.0], [2.0], [9.0], [3.0], [1.0]]
+
+
 def test_data_can_be_renewed_between_epochs():
     """Without `epoch_length` each epoch is one pass, and `set_data` between two chooses the loader of the next."""
     trainer, groups = make()
