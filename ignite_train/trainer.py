@@ -597,7 +597,12 @@ class Trainer(Loop):
         """Has the run continue with another loader. All ranks must call it.
 
         Call it between two epochs: in a handler of DATALOADER_STOP_ITERATION, EPOCH_STARTED or EPOCH_COMPLETED. In a run with
-        `epoch_length` it may be called anywhere, and the next group comes from the beginning of `data`.
+        `epoch_length` it may be called anywhere, and the next group comes from the beginning of `data`. If the group that
+        is under way there breaks off, another call of `run` is refused, since the group cannot be read again.
+
+        Checkpoints have the place of one loader, the latest. A run that resumes as an epoch begins puts its generators into the
+        loader of that epoch, unless this is set in EPOCH_STARTED and the latest was given to `run`. So loaders that take turns
+        need an order that depends on seed and epoch alone, as that of a `ResumableLoader` does.
 
         Raises:
             TypeError: `data` cannot be iterated.

@@ -153,6 +153,7 @@ class MicroBatchPass:
         self._read = self.num_read = 0  # micro-batches since the position was found, and in the latest group
         self._waiting: list[Any] = []  # read for later groups
         self._is_noted = True  # the place after the latest group; not while it arrives, nor where reading it has failed
+        self._is_lost = False  # the latest group was broken off, and its data replaced
         self._has_ended = False  # the loader has no other group
         self._surplus: bool | None = None  # whether the loader gave more than its length; None: not looked at yet
         self._micro_batches = iter(()) if self._place.at_end else self._opened()
@@ -218,7 +219,7 @@ class MicroBatchPass:
         expected = self._expected(size) if plan.arrives and not self._waiting else 0
         self._num_done += 1
         self._rounds += size
-        self.num_read, self._is_noted = 0, False
+        self.num_read, self._is_noted, self._is_lost = 0, False, False
         group = self._arriving(expected, size) if expected else self._whole(size, held)
         if self.length is not None:
             reached = min(plan.longest, self._rounds)
@@ -356,6 +357,24 @@ class MicroBatchPass:
         given = self._plan.done_before + self._read - (0 if latest else self.num_read)
         # Where the latest group has not arrived, the latest note is of the one before.
         return self._place.saved(rounds, given, latest=latest or not self._is_noted)
+
+    def note_other_data(self, done: int | None = None) -> None:
+        """Call it where the stream of this pass was given other data: between two runs, or after `done` groups of the epoch."""
+        self._is_lost = done is not None and done < self._num_done
+        if self._is_noted or not self._is_lost:
+            self._place.note_other_data(in_group=self._is_lost)
+
+    def refuse_lost_group(self, done: int) -> None:
+        """Refuses to read the latest group, behind `done` others, again if its data was replaced meanwhile. Collective.
+
+        Raises:
+            RuntimeError: it is so on some rank.
+        """
+        if collectives.any_rank(self._is_lost and done < self._num_done):
+            raise RuntimeError(
+                "an update that was broken off cannot be repeated, because set_data has replaced the data while its group was "
+                "read or used; resume from a checkpoint in a new process"
+            )
 
     def take_back_opening(self) -> None:
         """Call it where an exception ends the run before the epoch's first update: the next one opens the pass again."""

@@ -206,6 +206,11 @@ class DataPosition:
             state = self._stateful.state_dict()
             self._notes = [self._notes[1], (copy.deepcopy(state) if self._copies else state, self._own_generators())]
 
+    def note_other_data(self, *, in_group: bool) -> None:
+        """Call it where a stream was given other data: its start is the place after the latest group, or before that too."""
+        note = self._stateful.state_dict() if self._stateful is not None else None, None
+        self._notes = [self._notes[0] if in_group else note, note]
+
     def saved(self, rounds: int, given: int, *, latest: bool) -> dict[str, Any]:
         """The position in plain types.
 

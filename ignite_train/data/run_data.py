@@ -10,7 +10,7 @@ from ignite_train.arguments import describe, positive_int
 from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.data.grouping import MicroBatchGrouping
 from ignite_train.data.micro_batch_pass import MicroBatchPass
-from ignite_train.data.stream import NoData, Stream
+from ignite_train.data.stream import NoData, Stream, is_of_stream
 from ignite_train.engine.limits import refuse_ended_iterator, refuse_used_iterator
 from ignite_train.engine.loop import Batches, Progress
 from ignite_train.ranks import collectives
@@ -57,6 +57,8 @@ class RunData(Batches):
         self._state, self._progress, self._requests, self._on_pass_ended = state, progress, requests, on_pass_ended
         self._groups: MicroBatchPass | None = None  # the pass that is running or ran last
         self._pass_is_opened = False  # the pass of the open epoch
+        self._begins = False  # a run has begun, and reads nothing yet
+        self._of_run: Iterable[Any] | None = None  # what `run` was called with, and not what `set_data` put in its place
         self._place: Mapping[str, Any] = {}  # where no pass has been made since it was loaded
         self._on_changed_data = "raise"
         self._fetched: Sequence[Any] = ()  # the group of the update that begins next, as it came
@@ -71,6 +73,7 @@ class RunData(Batches):
             ValueError: there is no data, and no length of an epoch, now or from the run before.
         """
         length = None if epoch_length is None else positive_int("epoch_length", epoch_length)
+        self._begins, self._of_run = True, data
         if self.stream is not None and self._groups is not None and self._reads(self.stream, data):
             self.stream.updates_per_epoch = length or self.stream.updates_per_epoch
         elif data is None and length is None:
@@ -102,13 +105,26 @@ class RunData(Batches):
             RuntimeError: a pass is open, which is an epoch.
         """
         if self.stream is not None:
-            self.stream.replace(data)
+            self._replace_in(self.stream, data)
         elif self._progress.reading:
             raise RuntimeError(
                 "set_data was called within an epoch, which is one pass over its loader; call it in DATALOADER_STOP_ITERATION, "
                 "EPOCH_STARTED or EPOCH_COMPLETED, or pass epoch_length=... to run"
             )
         self._state.dataloader = data
+
+    def _replace_in(self, stream: Stream, data: Iterable[Any]) -> None:
+        progress = self._progress
+        stream.replace(data)
+        epoch_begins = progress.epoch_open and not progress.epoch_started and not progress.epoch_iteration
+        # Before the first pass of a run, which continues where the one before was, as a run of a new process does.
+        if progress.running and self._begins and not epoch_begins:
+            return
+        if self._groups is not None and self._groups.loader is stream:
+            self._groups.note_other_data(progress.iterations_in_epoch if progress.reading else None)
+        elif "description" in self._place and is_of_stream(self._place):
+            start = {**self._place["loader"], "given": 0, "place": {}}
+            self._place = {**self._place, "loader": start, "exhausted": False}
 
     def pause(self) -> None:
         """Ends the thread of a loader of which the next run reads on; a pass that is over has ended its own."""
@@ -133,8 +149,10 @@ class RunData(Batches):
         if self._groups is None:
             return self._place
         if self._progress.epoch_open and not self._pass_is_opened:  # the latest pass is that of the epoch before
-            return self._groups.position()
-        return self._groups.position(self._progress.iterations_in_epoch)
+            position = self._groups.position()
+        else:
+            position = self._groups.position(self._progress.iterations_in_epoch)
+        return position | {"of_run": self._groups.loader is self._of_run}
 
     def load_position(self, position: Mapping[str, Any], *, on_changed_data: str = "raise") -> None:
         """Has the next run start there. To be called after the trainer's `load_state_dict`.
@@ -156,7 +174,7 @@ class RunData(Batches):
     def open(self, data: Any) -> None:
         """Opens the pass of the epoch, after the updates of it that are done, or continues the one that was kept."""
         source = data if self.stream is None else self.stream
-        kept, self._kept = self._kept, None
+        kept, self._kept, self._begins = self._kept, None, False
         if self.stream is not None:
             self.stream.on_changed_data = self._on_changed_data
         if kept is not None and _all_continue(is_same=source is kept[0]):
@@ -167,7 +185,14 @@ class RunData(Batches):
         first_update = self._state.iteration + 1 - skip
         broken_off = self._pass_is_opened and self._groups is not None and self._groups.loader is source
         position = self.position() if skip or self._groups is None or broken_off else {}
+        if not skip and self.stream is None and position.get("of_run") and source is not self._of_run:
+            position = {}  # the generators and the state of the loader before, in place of which `set_data` has put this one
+        if not skip and self.stream is not None and "description" in position and not is_of_stream(position):
+            self.stream.begin_at(position)  # whose first pass follows that of an epoch without `epoch_length`
+            position = {}
         position = {**position, "on_changed_data": self._on_changed_data} if position else {}
+        if broken_off and self.stream is not None and self._groups is not None:
+            self._groups.refuse_lost_group(skip)
         self._opened(self.grouping(source, epoch=epoch, first_update=first_update, skip=skip, position=position))
 
     def _opened(self, groups: MicroBatchPass) -> None:

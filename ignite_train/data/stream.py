@@ -11,7 +11,7 @@ from ignite_train.data.fetch_thread import FetchThread
 from ignite_train.data.position import DataPosition, open_loader
 from ignite_train.data.samplers import set_epoch
 
-__all__ = ["NoData", "Stream"]
+__all__ = ["NoData", "Stream", "is_of_stream"]
 
 
 class NoData:
@@ -81,6 +81,10 @@ class Stream:
         self._is_broken = False
         return micro_batch
 
+    def begin_at(self, place: Mapping[str, Any]) -> None:
+        """Has the first pass follow one that a run without `epoch_length` has made, at whose end `place` was saved."""
+        self._start = place
+
     def replace(self, data: Iterable[Any]) -> None:
         """Continues with another iterable, from its beginning."""
         self.pause()
@@ -121,11 +125,12 @@ class Stream:
                 f"({type(self.data).__name__}) that has been read past it; pass a DataLoader"
             )
         self.pause()
-        self._passes, self._given, self._ended, self._is_broken = passes, given, False, False
+        self._passes, self._given, self._ended, self._is_broken = passes, given, False, True
         self._micro_batches = self._place = None
         self._start = {} if given else state_dict["place"]
-        if given:
+        if given:  # which may read, and fail
             self._begin_pass({**state_dict["place"], "on_changed_data": self.on_changed_data})
+        self._is_broken = False
 
     def _begin_pass(self, saved: Mapping[str, Any]) -> None:
         set_epoch(self.data, self._passes)
@@ -146,3 +151,8 @@ class Stream:
         self._given, self._micro_batches = 0, None
         self._ended = was_empty or isinstance(data, Iterator)
         self._on_pass_ended()  # which may call `replace`
+
+
+def is_of_stream(position: Mapping[str, Any]) -> bool:
+    """Whether a position that was saved is one of a run with `epoch_length`."""
+    return bool(position["description"]["loader"] == Stream.__name__)

@@ -10,6 +10,7 @@ from typing import Any
 import ignite.distributed as idist
 import pytest
 import torch
+from ignite.engine import Events
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SubsetRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -292,6 +293,17 @@ def test_at_the_beginning_of_an_epoch_another_kind_of_state_is_left_alone(length
     assert Counter(seen) == Counter(range(SAMPLES))
 
 
+@pytest.mark.parametrize("make", [plain, stateful], ids=lambda make: make.__name__)
+def test_a_run_that_resumes_with_epoch_length_goes_on_in_the_order(make: Any, tmp_path: Path, caplog: Any) -> None:
+    """After whole epochs the generators are where they were, as in one process, and nothing is said about the data."""
+    loader = make()
+    expected = train(tmp_path / "one", loader) + train(tmp_path / "two", loader, to=UPDATES, epoch_length=UPDATES)
+    caplog.clear()
+    seen = train(tmp_path / "one", make(), to=2 * UPDATES, epoch_length=UPDATES)
+    assert expected == expected[:SAMPLES] + seen
+    assert "data has changed" not in caplog.text
+
+
 @pytest.mark.parametrize("updates", [2, 3], ids=["within-an-epoch", "end-of-an-epoch"])
 def test_a_user_who_insists_is_warned_with_epoch_length_too(updates: int, tmp_path: Path, caplog: Any) -> None:
     """There an epoch ends in the middle of a pass over the data, where a change is refused too."""
@@ -376,3 +388,69 @@ def two_ranks(directory: str, batch_sizes: list[int], to: int | None) -> None:
     )
     Checkpoint(directory).attach(trainer)
     trainer.run(plain(batch_size=batch_sizes[idist.get_rank()]), **({"max_epochs": 1} if to is None else {"max_iters": to}))
+
+
+def curriculum(directory: Path, kind: str, *limits: int, other: int = SAMPLES) -> list[list[int]]:
+    """The epochs of runs in new processes, where EPOCH_STARTED sets another loader from epoch 3 on."""
+    epochs: list[list[int]] = []
+    for limit in limits:
+        make = {"plain": plain, "stateful": stateful}[kind]
+        first, second = make(), make(other)
+        second.generator.manual_seed(5)
+        model = nn.Linear(1, 1)
+
+        def forward(model: nn.Module, x: Tensor) -> Tensor:
+            epochs[-1].extend(x.tolist())
+            return model(x.float()[:, None]).square().mean() * 1e-6
+
+        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-3), forward)
+        Checkpoint(directory).attach(trainer)
+
+        def choose(trainer: Any, first: Any = first, second: Any = second) -> None:
+            trainer.set_data(second if trainer.state.epoch > 2 else first)
+            epochs.append([])
+
+        trainer.add_event_handler(Events.EPOCH_STARTED, choose)
+        trainer.run(first, max_epochs=limit)
+    return epochs
+
+
+@pytest.mark.parametrize("kind", ["plain", "stateful"])
+@pytest.mark.parametrize("other", [SAMPLES, SAMPLES + 8], ids=["same size", "other size"])
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_loader_that_is_set_later_is_not_given_the_generators_of_the_one_before(
+    stop: int, other: int, kind: str, tmp_path: Path
+) -> None:
+    """A run that resumes where the data changes reads what one does that was not stopped, and so does one before or after."""
+    whole = curriculum(tmp_path / "whole", kind, 4, other=other)
+    assert curriculum(tmp_path / "resumed", kind, stop, 4, other=other) == whole
+
+
+def shards(directory: Path, kind: str, *limits: int) -> list[int]:
+    """What runs in new processes read, where EPOCH_STARTED sets a shard of seven samples in every second epoch of two."""
+    seen: list[int] = []
+    for limit in limits:
+        model = nn.Linear(1, 1)
+
+        def forward(model: nn.Module, x: Tensor) -> Tensor:
+            seen.extend(x.int().tolist())
+            return model(x.float()[:, None]).square().mean() * 1e-6
+
+        def shard(epoch: int, kind: str = kind) -> Any:
+            samples = torch.arange(7) + 100 * epoch
+            return ResumableLoader(samples, 1, shuffle=True, seed=3) if kind == "shuffled" else samples.split(1)
+
+        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-3), forward)
+        Checkpoint(directory, every=1).attach(trainer)
+        trainer.add_event_handler(Events.EPOCH_STARTED(every=2), lambda engine: engine.set_data(shard(engine.state.epoch)))
+        trainer.run(shard(0), max_iters=limit, epoch_length=2)
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["in order", "shuffled"])
+def test_a_shard_that_an_epoch_begins_with_is_read_from_its_beginning(kind: str, tmp_path: Path) -> None:
+    """A run that resumes there does so too, and not at the place in the shard before; in the middle of the epoch it goes on."""
+    whole = shards(tmp_path / "whole", kind, 4)
+    assert len({*whole}) == 4
+    for stop in (2, 3):
+        assert shards(tmp_path / str(stop), kind, stop, 4) == whole

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -202,3 +203,80 @@ def test_a_loader_that_changes_the_state_that_it_gave(stop, steps, monkeypatch):
 def test_some_places_of_an_epoch_of_given_length(stop, place, number):
     """The first group of a later epoch; a group that was read in part; the first pass, whose generator has shuffled it."""
     assert train("from_own", 3, 3, stop, place, number) == undisturbed("from_own", 3, 3)
+
+
+class Shards:
+    """A run with `epoch_length` over shards of numbers, 0 to 4, 10 to 14, ...; it fails in the `number`-th `place`, once."""
+
+    def __init__(self, place: Any = None, number: int = 0) -> None:
+        self.left, self.groups = number, []
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        self.trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().sum(), accumulation_steps=2)
+        self.trainer.add_event_handler(TrainEvents.STEP_COMPLETED, self.note)
+        self.shards = iter([[torch.full((1, 1), 10.0 * number + index) for index in range(5)] for number in range(9)])
+        self.first = next(self.shards)
+        if place is not None:
+            self.trainer.add_event_handler(place, self.count)
+
+    def count(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("stopped")
+
+    def note(self) -> None:
+        self.groups.append([float(x) for x in self.trainer.state.batch])
+
+    def renew(self) -> None:
+        self.trainer.set_data(next(self.shards))
+
+    def run(self, max_iters: int, *, error: str = "") -> list[list[float]]:
+        """A first run on the first shard, or another on what is there."""
+        data = self.trainer.state.dataloader or self.first
+        with pytest.raises(RuntimeError, match=error) if error else nullcontext():
+            self.trainer.run(data, max_iters=max_iters, epoch_length=4)
+        return self.groups
+
+
+def test_a_group_of_two_shards_that_is_broken_off():
+    """What is left of the shard before cannot be read again, so the next run is refused instead of going on without it."""
+    shards = Shards(TrainEvents.GRADIENTS_READY, 3)
+    shards.trainer.add_event_handler(Events.DATALOADER_STOP_ITERATION, shards.renew)
+    shards.run(7, error="stopped")
+    assert shards.run(7, error="cannot be repeated, because set_data has replaced the data") == [[0.0, 1.0], [2.0, 3.0]]
+    shards = Shards()
+    shards.trainer.add_event_handler(Events.DATALOADER_STOP_ITERATION, shards.renew)
+    assert shards.run(4)[2:] == [[4.0, 10.0], [11.0, 12.0]]
+
+
+def test_other_data_in_a_group_that_is_broken_off():
+    """So it is where a handler sets other data while the group is used, also in the first group of all."""
+    shards = Shards(TrainEvents.GRADIENTS_READY, 1)
+    shards.trainer.add_event_handler(Events.ITERATION_STARTED(once=1), shards.renew)
+    shards.run(7, error="stopped")
+    assert shards.run(7, error="cannot be repeated") == []
+
+
+@pytest.mark.parametrize("place", [None, TrainEvents.GRADIENTS_READY], ids=["limit", "error"])
+def test_other_data_between_two_runs(place):
+    """The next group comes from the beginning of the new data, and not from where the run was in the old one."""
+    shards = Shards(place, 2)
+    shards.run(1 if place is None else 7, error="stopped" if place else "")
+    shards.renew()
+    assert shards.run(3) == [[0.0, 1.0], [10.0, 11.0], [12.0, 13.0]]
+
+
+def test_other_data_after_an_update():
+    """A run that ends there, and is called again, begins the new data at its beginning."""
+    shards = Shards()
+    shards.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), shards.renew)
+    shards.run(2)
+    assert shards.run(3) == [[0.0, 1.0], [2.0, 3.0], [10.0, 11.0]]
+
+
+def test_the_same_data_where_a_run_starts():
+    """A handler of STARTED that gives the loader in use again does not begin it again in the middle of an epoch."""
+    shards = Shards(TrainEvents.GRADIENTS_READY, 2)
+    shards.trainer.add_event_handler(Events.STARTED, lambda: shards.trainer.set_data(shards.first))
+    shards.run(7, error="stopped")
+    assert shards.run(2) == [[0.0, 1.0], [2.0, 3.0]]
