@@ -107,7 +107,8 @@ def forget_iteration(root: nn.Module) -> None:
         _reset_iteration(root)
     for group in parameter_groups(root):
         for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(parameter):  # from torch 2.15 on it is the gradient below
+                parameter.unsharded_accumulated_grad = None
             whole: Tensor | None = vars(parameter).get("_unsharded_param")
             if whole is not None:  # or else it was never gathered
                 whole.grad = None

@@ -343,7 +343,7 @@ def test_the_document_shows_messages_as_they_are(caplog: pytest.LogCaptureFixtur
     gone = ["rank 1 is gone: no longer running"]  # tests/handlers/test_failures.py kills a rank and reads it
     printed = [*gone, *map(str, errors), str(caught.value).replace("unknown", "10, rank 1: 8"), *caplog.messages]
 
-    shown = [code for code in inline_code() if re.match(r"(rank|update) \d+.*: |data must|SIGTERM: ", code)]
+    shown = {code for code in inline_code() if re.match(r"(rank|update) \d+.*: |data must|SIGTERM: ", code)}
     assert len(shown) == len(gone) + len(errors) + 2
     assert [code for code in shown if not any(text.startswith(code.removesuffix("...").rstrip()) for text in printed)] == []
     assert "`training hangs: no rank has moved for more than 600 s; rank 1 is behind; ...`" in DOCUMENT.read_text()
