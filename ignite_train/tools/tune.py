@@ -69,7 +69,8 @@ def tune(
             `batch_sampler` of your own fixes the micro-batches.
         seconds: how long to search, roughly: the first window of a candidate, with what it compiles, is not interrupted.
         values: what to try in place of the usual values, by name, such as `{"threads": [1, 2], "width": [64, 128]}`; an empty
-            list leaves a setting alone. Names are parameters of `make_trainer`, threads, micro_batch and workers.
+            list leaves a setting alone. Names are parameters of `make_trainer`, threads, micro_batch and workers. A size of
+            micro-batches must divide the samples of an update.
 
     Returns:
         What was measured; `print` shows a table.
@@ -184,7 +185,9 @@ class _Trials:
                 every = tuple(sorted([now, *others]) if is_ordered else [now, *others])
                 found.append(Dimension(name, every, is_ordered, self._changed(name)))
         left_alone.pop(self._steps_name or "", None)  # it follows the size of micro-batches
-        return self._agreed(found), left_alone
+        found = self._agreed(found)
+        self._check_same_samples(found)
+        return found, left_alone
 
     def fill_windows(self, seconds: float) -> None:
         """Takes as many samples as the present settings compute in a window of this length. Collective.
@@ -264,6 +267,22 @@ class _Trials:
                     nearest = size
                     found.add(size)
         return tuple(sorted(found))
+
+    def _check_same_samples(self, found: list[Dimension]) -> None:
+        """Raises ValueError for values with which an update would be of more or fewer samples: it is measured as a whole."""
+        total = (self._samples.micro_batch or 1) * self._samples.accumulation_steps(self.present)
+        for name, values, *_ in found:
+            if name == self._steps_name:
+                raise ValueError(
+                    f"values must leave {name!r} alone, since the samples of an update stay the same, got {list(values)}; give "
+                    "'micro_batch', which it follows"
+                )
+            wrong = next((value for value in values if name == "micro_batch" and total % value), None)
+            if wrong is not None:
+                raise ValueError(
+                    f"values['micro_batch'] must divide the {total} samples of an update, got {wrong}; give some of "
+                    f"{', '.join(map(str, self._sizes()))}"
+                )
 
     def _agreed(self, found: list[Dimension]) -> list[Dimension]:
         """The dimensions, if the settings of all ranks are the same; of each the values of rank 0."""

@@ -437,6 +437,10 @@ def simple(accumulation_steps: int = 1) -> Trainer:
     return create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), summed, accumulation_steps=accumulation_steps)
 
 
+def stepped(accumulation_steps: int = 2) -> Trainer:
+    return simple(accumulation_steps)
+
+
 def breaking(accumulation_steps: int = 1) -> Trainer:
     raise RuntimeError("no such device")
 
@@ -460,6 +464,26 @@ MISTAKES: dict[str, Mistake] = {
     "unknown": (ValueError, "got 'thread'; did you mean 'threads'", lambda: tune(simple, [X], values={"thread": [1]})),
     "no list": (TypeError, r"values\['threads'\] must be a list", lambda: tune(simple, [X], values={"threads": 2})),  # type: ignore[dict-item]
     "no number": (ValueError, r"values\['threads'\] must be", lambda: tune(simple, [X], values={"threads": [0]})),
+    "other samples": (
+        ValueError,
+        r"values\['micro_batch'\] must divide the 8 samples of an update, got 3; give some of 1, 2, 4, 8",
+        lambda: tune(stepped, loader_of(), values={"micro_batch": [8, 3]}),
+    ),
+    "more samples": (
+        ValueError,
+        r"values\['micro_batch'\] must divide the 8 samples of an update, got 16",
+        lambda: tune(stepped, loader_of(), values={"micro_batch": [16]}),
+    ),
+    "steps": (
+        ValueError,
+        r"values must leave 'accumulation_steps' alone, .* got \[2, 1\]; give 'micro_batch'",
+        lambda: tune(stepped, loader_of(), values={"accumulation_steps": [1, 2]}),
+    ),
+    "steps of a list": (
+        ValueError,
+        "values must leave 'accumulation_steps' alone",
+        lambda: tune(stepped, [X[:4]], values={"accumulation_steps": [1]}),
+    ),
     "iterator": (TypeError, "loader must be one that can be read again", lambda: tune(simple, iter([X]))),
     "empty": (ValueError, "loader must give at least one micro-batch", lambda: tune(simple, [])),
 }
