@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.lr_scheduler import LRScheduler
@@ -38,7 +39,7 @@ from ignite_train.checkpoint.run_objects import (
 from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.tree import DTYPES, TensorForm, decode, dtype_name, form_of
 from ignite_train.errors import CheckpointError
-from ignite_train.internals.of_torch import LATEST_RATES, parts_of_schedule
+from ignite_train.internals.of_torch import LATEST_RATES, parts_of_schedule, storage_number
 from ignite_train.model.memory_layout import as_bytes
 from ignite_train.model.warm_up_schedule import WarmUpSchedule
 from ignite_train.state import UpdateOutput
@@ -313,17 +314,24 @@ def check_tied(path: str, name: str, current: Mapping[str, Any], saved: Mapping[
 
 
 def tied_names(state: Mapping[str, Any]) -> list[list[str]]:
-    """The names of each tensor that a state of a module has under several."""
+    """The names of each tensor that a state of a module has under several; all ranks of a sharded one find the same."""
     names: dict[Any, list[str]] = {}
     for key, value in state.items():
-        if isinstance(value, Tensor) and value.numel() and not value.is_meta and type(value) is Tensor:
-            names.setdefault((value.data_ptr(), value.dtype, tuple(value.shape), value.stride()), []).append(key)
+        here = _of_this_rank(value)
+        if type(here) is Tensor:
+            place = storage_number(here.untyped_storage()), here.storage_offset(), here.stride()
+            names.setdefault((*place, value.dtype, tuple(value.shape)), []).append(key)
     return [same for same in names.values() if len(same) > 1]
 
 
+def _of_this_rank(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Of two tensors of one shape."""
-    return one.dtype == other.dtype and torch.equal(as_bytes(one.contiguous()), as_bytes(other.contiguous()))
+    """Of two tensors of one shape, or the parts of them that this rank has."""
+    here, there = _of_this_rank(one), _of_this_rank(other)
+    return one.dtype == other.dtype and torch.equal(as_bytes(here.contiguous()), as_bytes(there.contiguous()))
 
 
 # --- optimizers ---

@@ -308,6 +308,46 @@ def test_tied_weights_that_have_the_same_bytes_only(tmp_path: Path) -> None:
     assert torch.equal(model[1].weight, torch.ones(2, 2))
 
 
+def rows() -> Any:
+    """Three layers, each of one row, of which the last trains."""
+    model = nn.Sequential(*[nn.Linear(3, 1, bias=False) for _ in range(3)])
+    model[:2].requires_grad_(False)
+    return model
+
+
+def saving(model: Any, directory: str) -> Any:
+    trainer = create_trainer(model, torch.optim.SGD([model[2].weight], lr=0.0), lambda model, x: model[2](x).sum())
+    Checkpoint(directory).attach(trainer)
+    return trainer
+
+
+def _into_tied_shards(directory: str) -> Any:
+    """Loads files into a model in which two names are one sharded tensor, of whose only row the last rank has nothing."""
+    torch.manual_seed(idist.get_rank())
+    model = rows()
+    model[1].weight = model[0].weight
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    left = load_weights(model, f"{directory}/once.pt")
+    with pytest.raises(CheckpointError, match=r"'0\.weight' and '1\.weight' are one tensor in this run, and differ there"):
+        load_weights(model, f"{directory}/other.pt")
+    with pytest.raises(CheckpointError, match=r"'0\.weight' and '1\.weight' are one tensor in this run, and differ there"):
+        saving(model, f"{directory}/untied").run([torch.ones(1, 3)], max_epochs=2)
+    return left, bit_by_bit({name: value.full_tensor() for name, value in model.state_dict().items()})
+
+
+@pytest.mark.slow
+def test_tied_weights_of_a_sharded_model(tmp_path: Path) -> None:
+    """One name is enough, and two with other numbers are refused, also by a resume, and on the rank without a row."""
+    torch.manual_seed(5)
+    model = rows()
+    state = model.state_dict()
+    torch.save({name: state[name] for name in ("1.weight", "2.weight")}, tmp_path / "once.pt")
+    torch.save(state, tmp_path / "other.pt")
+    saving(model, f"{tmp_path}/untied").run([torch.ones(1, 3)], max_epochs=1)
+    expected = bit_by_bit({**state, "0.weight": state["1.weight"]})
+    assert run_ranks(_into_tied_shards, str(tmp_path)) == [([], expected)] * 2
+
+
 def test_an_entry_without_weights(tmp_path: Path) -> None:
     """A handler of the run that holds none, what is empty, and a name that is misspelt."""
     train(tmp_path)
