@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ignite_train.arguments import path_of
 from ignite_train.checkpoint.directory import CheckpointDirectory
@@ -16,7 +17,11 @@ from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.tree import TensorForm, decode
 from ignite_train.errors import CheckpointError, CheckpointFormatError, DamagedCheckpointError, UnreadableCheckpointError
 
-__all__ = ["CheckpointInfo", "Found", "GroupInfo", "best", "find", "read_checkpoint"]
+__all__ = ["MOST_LOOKS", "CheckpointInfo", "Found", "GroupInfo", "best", "find", "is_removed", "read_checkpoint", "use_chosen"]
+
+T = TypeVar("T")
+MOST_LOOKS = 10
+"""How often a checkpoint is chosen, if the run that saves there has removed the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +64,33 @@ def find(directory: str | Path) -> list[Found]:
             return [Found(root, read_manifest(root))]
         except (DamagedCheckpointError, UnreadableCheckpointError, CheckpointFormatError) as error:
             return [Found.failed(error)]
-    found, failed = CheckpointDirectory(root, Disk()).scan()
+    for _ in range(MOST_LOOKS):
+        found, failed = CheckpointDirectory(root, Disk()).scan()
+        if not any(is_removed(error.path) for error in failed):
+            break
+    failed = [error for error in failed if not is_removed(error.path)]
     return [*map(Found.failed, failed), *(Found(root / name, manifest) for name, manifest in found)]
+
+
+def is_removed(path: str | Path) -> bool:
+    """Whether nothing has this name any more: a run removes old checkpoints while others look at them."""
+    return not os.path.lexists(path)
+
+
+def use_chosen(choose: Callable[[], Path], use: Callable[[Path], T]) -> T:
+    """What `use` makes of the checkpoint that is chosen; if it is removed meanwhile, of the one that is chosen then.
+
+    Raises:
+        CheckpointError: they raise it, and it was not removed; or each of them was.
+    """
+    for _ in range(MOST_LOOKS):
+        path = choose()
+        try:
+            return use(path)
+        except CheckpointError:
+            if not is_removed(path):
+                raise
+    raise CheckpointError(f"{path} was removed while it was read, as those before it; train with Checkpoint(keep=...) of more")
 
 
 def best(directory: str | Path) -> Found | None:
@@ -157,10 +187,18 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
         >>> info.update, info.shapes["weight"], info.param_groups["optimizer"][0].options["lr"]
         (3, (1, 4), 0.1)
     """
-    whole = [found for found in find(path) if found.manifest is not None]
+    return use_chosen(lambda: _newest(path), _read_into)
+
+
+def _newest(path: str | Path) -> Path:
+    whole = [found.path for found in find(path) if found.manifest is not None]
     if not whole:
         raise CheckpointError(f"{path} has no checkpoint whose manifest can be read")
-    with CheckpointReader(whole[-1].path) as stored:
+    return whole[-1]
+
+
+def _read_into(path: Path) -> CheckpointInfo:
+    with CheckpointReader(path) as stored:
         try:
             return _read(stored)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -24,7 +24,7 @@ import torch
 
 from ignite_train.checkpoint.directory import CheckpointDirectory
 from ignite_train.checkpoint.disk import Disk
-from ignite_train.checkpoint.read_checkpoint import Found, best, find
+from ignite_train.checkpoint.read_checkpoint import Found, best, find, is_removed, use_chosen
 from ignite_train.errors import CheckpointError
 from ignite_train.tools.consolidate import consolidate
 from ignite_train.tools.inspection import chosen_checkpoint, damage_of, is_distributed_checkpoint
@@ -67,6 +67,9 @@ def _list(directory: Path, *, thoroughly: bool) -> int:
     marked = _known_best(directory)
     for entry in found:
         damage = damage_of(entry) if thoroughly and not entry.unreadable else entry.damage
+        if is_removed(entry.path):  # by its run
+            print(f"{entry.path.absolute().name}  removed meanwhile")  # noqa: T201
+            continue
         status |= bool(damage or entry.unreadable)
         notes = [f"damaged: {damage}" if damage else "whole" if thoroughly else ""]
         if entry.unreadable:
@@ -99,11 +102,14 @@ def _known_best(directory: Path) -> Found | None:
 
 
 def _consolidate(options: argparse.Namespace) -> int:
-    output, entry, path = options.output, options.entry, options.directory
-    if not is_distributed_checkpoint(path):
-        path = chosen_checkpoint(path, best=options.best)
+    output, entry, directory = options.output, options.entry, options.directory
     names = ("entry", "trained_only", "evaluated", "file_format", "max_shard_bytes")
-    written = consolidate(path, output, **{name: getattr(options, name) for name in names})
+    given = {name: getattr(options, name) for name in names}
+
+    def choose() -> Path:
+        return directory if is_distributed_checkpoint(directory) else chosen_checkpoint(directory, best=options.best)
+
+    path, written = use_chosen(choose, lambda path: (path, consolidate(path, output, **given)))
     readers = {
         "safetensors": f"load_weights(model, {str(output)!r})",
         "distributed": f"torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id={str(output)!r})",

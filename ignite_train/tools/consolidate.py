@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ignite_train.arguments import did_you_mean, path_of, positive_int
+from ignite_train.checkpoint.read_checkpoint import use_chosen
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import HANDLERS
 from ignite_train.errors import CheckpointError
@@ -70,13 +71,21 @@ def consolidate(
 
         state: Any = read_distributed_checkpoint(path, entry)
     else:
-        with CheckpointReader(chosen_checkpoint(path, best=best)) as stored:
-            state = read_entry(stored, entry)
-            state = _evaluated_weights(stored, state) if evaluated else state
-            if trained_only:
-                frozen = {*stored.read("description")["frozen"]}
-                state = {name: value for name, value in state.items() if name not in frozen}
+        state = use_chosen(
+            lambda: chosen_checkpoint(path, best=best),
+            lambda chosen: _read(chosen, entry, trained_only=trained_only, evaluated=evaluated),
+        )
     return write_weights(state, output, file_format=file_format, max_shard_bytes=max_shard_bytes)
+
+
+def _read(path: Path, entry: str, *, trained_only: bool, evaluated: bool) -> Any:
+    with CheckpointReader(path) as stored:
+        state = read_entry(stored, entry)
+        state = _evaluated_weights(stored, state) if evaluated else state
+        if trained_only:
+            frozen = {*stored.read("description")["frozen"]}
+            state = {name: value for name, value in state.items() if name not in frozen}
+    return state
 
 
 def read_entry(stored: CheckpointReader, entry: str) -> Any:

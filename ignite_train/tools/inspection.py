@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ignite_train.arguments import path_of
 from ignite_train.checkpoint.manifest import MANIFEST
-from ignite_train.checkpoint.read_checkpoint import Found, find
+from ignite_train.checkpoint.read_checkpoint import MOST_LOOKS, Found, find, is_removed
 from ignite_train.checkpoint.read_checkpoint import best as best_of
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.errors import CheckpointError, DamagedCheckpointError
@@ -32,18 +32,24 @@ def verify(path: str | Path) -> None:
 def latest(directory: str | Path) -> Path | None:
     """The newest checkpoint in `directory` that is whole, with every byte of it checked; None without one.
 
+    One that a run removes meanwhile does not count.
+
     Raises:
+        CheckpointError: the directory does not exist, or its run removes each checkpoint before it is read.
         UnreadableCheckpointError: the disk gave an error, so that it cannot be known.
         CheckpointFormatError: one has a newer format, and may be the newest.
     """
-    entries = find(directory)
-    for found in entries:
-        if found.manifest is None:
-            damage_of(found)  # raises if the manifest could not be read
-    for found in reversed(entries):
-        if not damage_of(found):
-            return found.path
-    return None
+    for _ in range(MOST_LOOKS):
+        entries = find(directory)
+        for found in entries:
+            if found.manifest is None:
+                damage_of(found)  # raises if the manifest could not be read
+        for found in reversed(entries):
+            if not damage_of(found):
+                return found.path
+        if not any(is_removed(found.path) for found in entries):
+            return None
+    raise CheckpointError(f"{directory} has no checkpoint that stays while it is read; train with Checkpoint(keep=...) of more")
 
 
 def is_distributed_checkpoint(path: Path) -> bool:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ignite_train.arguments import describe, path_of
 from ignite_train.checkpoint.fits import check_tied, tied_names
 from ignite_train.checkpoint.manifest import MANIFEST, is_frozen_name
+from ignite_train.checkpoint.read_checkpoint import use_chosen
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import SavedModule
 from ignite_train.errors import CheckpointError
@@ -122,8 +123,11 @@ def _hub_file(path: Path) -> Path | None:
 
 
 def _read_checkpoint(path: Path, entry: str, *, best: bool) -> dict[str, Any]:
-    with CheckpointReader(chosen_checkpoint(path, best=best)) as stored:
-        state = read_entry(stored, entry)
+    def read(chosen: Path) -> Any:
+        with CheckpointReader(chosen) as stored:
+            return read_entry(stored, entry)
+
+    state = use_chosen(lambda: chosen_checkpoint(path, best=best), read)
     if not _has_names(state) or not state:
         raise CheckpointError(f"entry must be an object with weights, got {entry!r} in {path}, which is {describe(state)}")
     return {plain: state[name] for name, plain in _plain_names(state).items()}

@@ -19,6 +19,7 @@ from torch import nn
 
 import ignite_train
 from ignite_train import CheckpointError, ForwardOutput, Trainer, UpdateOptions, checkpoint, create_trainer
+from ignite_train.checkpoint.manifest import read_manifest
 from ignite_train.errors import DamagedCheckpointError, UnreadableCheckpointError
 from ignite_train.handlers import Checkpoint
 from ignite_train.ranks import collectives
@@ -270,6 +271,69 @@ def test_a_reader_without_checksums_takes_flipped_bits_for_tensors(whole, tmp_pa
             altered(path / "rank-00000.safetensors", flip(bit))
             checkpoint.verify(path)
             altered(path / "rank-00000.safetensors", flip(bit))
+
+
+# --- a run that saves meanwhile -----------------------------------------------------------------------------------------------
+
+
+def consolidated(directory: Path) -> bool:
+    checkpoint.consolidate(directory, directory / "model.pt")
+    return (directory / "model.pt").is_file()
+
+
+LOOKS: dict[str, Callable[[Path], bool]] = {
+    "latest": lambda directory: checkpoint.latest(directory) in [*directory.iterdir()],
+    "read_checkpoint": lambda directory: checkpoint.read_checkpoint(directory).update == 4,
+    "load_weights": lambda directory: checkpoint.load_weights(start(directory).model, directory) == [],
+    "consolidate": consolidated,
+    "consolidate, the command": lambda directory: (
+        checkpoint_command(["consolidate", str(directory), "--output", str(directory / "model.pt")]) == 0
+    ),
+    "list": lambda directory: checkpoint_command(["list", str(directory)]) == 0,
+    "verify": lambda directory: checkpoint_command(["verify", str(directory)]) == 0,
+}
+
+
+def overtaken(directory: Path, patch: pytest.MonkeyPatch, number: int) -> None:
+    """When the newest checkpoint is looked at for the time `number` it has another name, as if one after it had come."""
+    looked: list[Path] = []
+
+    def look(path: Path) -> Any:
+        looked.append(path)
+        if path == directory / NEW and looked.count(path) == number:
+            path.rename(directory / "update-00000006")
+        return read_manifest(path)
+
+    for module in ("directory", "reader"):
+        patch.setattr(f"ignite_train.checkpoint.{module}.read_manifest", look)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("what", list(LOOKS))
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_damaged(
+    what: str, number: int, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A list has no damage, and what reads the newest one reads the one that is the newest then."""
+    shutil.copytree(whole[0] / NEW, tmp_path / NEW)
+    overtaken(tmp_path, monkeypatch, number)
+    assert LOOKS[what](tmp_path)
+    assert "damaged" not in "".join(capsys.readouterr())
+
+
+def test_a_run_that_removes_each_checkpoint_before_it_is_read(
+    whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends with the remedy."""
+
+    def look(path: Path) -> Any:
+        path.rename(tmp_path / f"update-{int(path.name[-8:]) + 1:08}")
+        return read_manifest(path)
+
+    shutil.copytree(whole[0] / NEW, tmp_path / NEW)
+    monkeypatch.setattr("ignite_train.checkpoint.reader.read_manifest", look)
+    for read in (checkpoint.latest, checkpoint.read_checkpoint):
+        with pytest.raises(CheckpointError, match=r"train with Checkpoint\(keep=\.\.\.\) of more"):
+            read(tmp_path)
 
 
 def test_if_none_is_whole_nothing_begins_from_scratch(whole, tmp_path):
