@@ -56,7 +56,8 @@ def consolidate(
 
     Raises:
         DamagedCheckpointError: something that was needed is not what was written.
-        CheckpointError: the checkpoint has no such object, or the format cannot hold it, or `output` is a directory.
+        CheckpointError: the checkpoint has no such object, or the format cannot hold it, or `output` is a directory, or the
+            disk cannot hold it.
     """
     path = path_of("path", path)
     positive_int("max_shard_bytes", max_shard_bytes)

@@ -100,6 +100,7 @@ def write_distributed_checkpoint(state: Mapping[str, Tensor], path: Path) -> Non
 
     Raises:
         CheckpointError: there is something of that name.
+        OSError: the disk cannot hold it.
     """
     if path.exists():
         raise CheckpointError(
@@ -111,6 +112,9 @@ def write_distributed_checkpoint(state: Mapping[str, Tensor], path: Path) -> Non
             save(dict(state), checkpoint_id=unfinished, no_dist=True)
         Disk().sync_directory(unfinished)
         unfinished.rename(path)
+    except CheckpointException as error:  # which is no Exception
+        (first, _), *_ = error.failures.values()
+        raise OSError(str(first.__context__ or first)) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     Disk().sync_directory(path.absolute().parent)

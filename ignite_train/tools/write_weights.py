@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ignite_train.arguments import describe, one_of, path_of
 from ignite_train.checkpoint.disk import Disk
+from ignite_train.checkpoint.manifest import printable
 from ignite_train.checkpoint.tensor_files import Piece, is_plain_dtype, write_tensors
 from ignite_train.errors import CheckpointError
 
@@ -39,17 +40,29 @@ def write_weights(
         The format.
 
     Raises:
-        CheckpointError: `output` is a directory, or the format cannot hold what is in the state.
+        CheckpointError: `output` is a directory, or the format cannot hold what is in the state, or the disk cannot.
     """
     output = path_of("output", output)
     if file_format is None:
         file_format = "safetensors" if output.suffix == _SUFFIX else "torch"
     one_of("file_format", file_format, ("torch", "safetensors", "distributed"))
+    try:
+        _write(state, output, file_format, max_shard_bytes)
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError) as error:  # torch raises its own, while that of the disk is handled
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+        raise CheckpointError(f"{output} could not be written: {printable(reason)}") from error
+    return file_format
+
+
+def _write(state: Any, output: Path, file_format: Format, max_shard_bytes: int) -> None:
     if file_format == "distributed":
         from ignite_train.tools.distributed_checkpoint import write_distributed_checkpoint
 
         write_distributed_checkpoint(_tensors(state, output), output)
-        return file_format
+        return
     if not output.name or output.is_dir():
         raise CheckpointError(f"output must be the path of a file, got {str(output)!r}")
     if file_format == "torch":
@@ -57,7 +70,6 @@ def write_weights(
     else:
         _write_safetensors(_each_once(_tensors(state, output)), output, max_shard_bytes)
     Disk().sync_directory(output.absolute().parent)
-    return file_format
 
 
 def _put(output: Path, write: Callable[[Path], None]) -> None:

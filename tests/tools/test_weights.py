@@ -89,7 +89,7 @@ def test_a_file_that_cannot_be_written_leaves_no_trace(tmp_path: Path, monkeypat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CheckpointError, match="could not be written: No space left"):
         write_weights(net().state_dict(), file)
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"earlier"] * exists
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from ignite_train import CheckpointError, create_trainer
 from ignite_train.checkpoint import consolidate, load_weights
 from ignite_train.checkpoint.__main__ import checkpoint_command
 from ignite_train.handlers import Checkpoint, ModelEMA
-from ignite_train.tools.write_weights import write_weights
+from ignite_train.tools.write_weights import Format, write_weights
 
 LOADER = [torch.tensor([0, 1, 2]), torch.tensor([3, 4, 0])]
 
@@ -122,10 +123,31 @@ def test_a_write_that_fails_leaves_the_older_file(tmp_path: Path, monkeypatch: p
     write_weights({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     before = (tmp_path / "model.safetensors").read_bytes()
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors could not be written: No space left on device"):
         write_weights({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("number", [24_900, 200_000])
+@pytest.mark.parametrize("file_format", get_args(Format))
+def test_a_disk_that_is_full(file_format: Any, number: int, tmp_path: Path) -> None:
+    """One error names the output and the cause, whichever of torch's errors it is, and nothing is left."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (90_000, usual[1]))  # the disk of a test cannot be filled
+    try:
+        with pytest.raises(CheckpointError, match=r"output could not be written: .*File too large$") as caught:
+            write_weights({"a": torch.zeros(number)}, tmp_path / "output", file_format=file_format)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert str(tmp_path) in str(caught.value)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_folder_of_the_output_that_does_not_exist(tmp_path: Path) -> None:
+    """Is said of the output, and not of the file that would have become it."""
+    with pytest.raises(CheckpointError, match=r"none/model\.pt could not be written: No such file or directory$"):
+        write_weights({"a": torch.zeros(1)}, tmp_path / "none" / "model.pt")
 
 
 def test_adapters_alone(tmp_path: Path) -> None:
