@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import inspect
 import math
@@ -37,6 +38,7 @@ __all__ = [
     "one_of",
     "optional",
     "path_of",
+    "path_on_command_line",
     "positive_int",
     "real_number",
     "settings_of",
@@ -196,6 +198,14 @@ def path_of(name: str, value: Any) -> Path:
         return Path(value).expanduser()
     except RuntimeError:
         raise ValueError(f"{name} must not begin with an unknown '~', got {str(value)!r}; write the whole path") from None
+
+
+def path_on_command_line(text: str) -> Path:
+    """The `type` of a path of a command: no shell replaces the `~` of `--output=~/model.pt`."""
+    try:
+        return path_of("it", text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def directory_of(name: str, value: Any) -> Path:

@@ -22,6 +22,7 @@ from typing import get_args
 
 import torch
 
+from ignite_train.arguments import path_on_command_line
 from ignite_train.checkpoint.directory import CheckpointDirectory
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.read_checkpoint import Found, best, find, is_removed, use_chosen
@@ -39,9 +40,11 @@ def checkpoint_command(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, what in (("list", "what is there"), ("verify", "read every byte"), ("consolidate", "make it one file")):
         command = commands.add_parser(name, help=what, description=what)
-        command.add_argument("directory", type=Path, help="one checkpoint, or a directory of them")
+        command.add_argument("directory", type=path_on_command_line, help="one checkpoint, or a directory of them")
         if name == "consolidate":
-            command.add_argument("--output", type=Path, default=Path("model.pt"), help="the file to write (default: model.pt)")
+            command.add_argument(
+                "--output", type=path_on_command_line, default="model.pt", help="the file to write (default: %(default)s)"
+            )
             command.add_argument("--entry", default="model", help="the object to write, such as ModelEMA (default: model)")
             command.add_argument("--best", action="store_true", help="take the checkpoint with the best score")
             command.add_argument("--trained-only", action="store_true", help="leave out frozen weights")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ignite_train.arguments import path_of
+from ignite_train.arguments import path_of, path_on_command_line
 
 __all__ = ["main", "plot_runs", "read_curves"]
 
@@ -98,15 +98,16 @@ def plot_runs(runs: Mapping[str, Mapping[str, Curve]], output: str | Path, metri
         axes.set(title=panel.title, xlabel="update", yscale="log" if panel.is_logarithmic else "linear")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    figure.savefig(output, dpi=120)
+    figure.savefig(path_of("output", output), dpi=120)
     return [panel.title for panel in panels]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the status with which it ends: 0, or 1 after one line that says what is wrong."""
     parser = argparse.ArgumentParser(prog="python -m ignite_train.plot", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("run", nargs="+", type=Path, help="directory of a run with the file that JsonLines wrote, or that file")
-    parser.add_argument("--output", type=Path, help="the picture, .png or .svg; without it curves.png beside the first log")
+    path = path_on_command_line
+    parser.add_argument("run", nargs="+", type=path, help="directory of a run with the file that JsonLines wrote, or that file")
+    parser.add_argument("--output", type=path, help="the picture, .png or .svg; without it curves.png beside the first log")
     parser.add_argument(
         "--metric",
         action="append",

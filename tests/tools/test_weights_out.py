@@ -22,6 +22,8 @@ from ignite_train import CheckpointError, create_trainer
 from ignite_train.checkpoint import consolidate, load_weights
 from ignite_train.checkpoint.__main__ import checkpoint_command
 from ignite_train.handlers import Checkpoint, ModelEMA
+from ignite_train.plot import main as plot_command
+from ignite_train.plot import plot_runs, read_curves
 from ignite_train.tools.write_weights import Format, write_weights
 
 LOADER = [torch.tensor([0, 1, 2]), torch.tensor([3, 4, 0])]
@@ -263,3 +265,26 @@ def test_a_distributed_checkpoint_that_is_spoilt(spoil: Any, tmp_path: Path, cap
         load_weights(other, tmp_path / "dcp")
     assert bit_by_bit(other.state_dict()) == before
     assert "must not run" not in capsys.readouterr().out
+
+
+# --- the command ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_home_directory_in_an_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No shell replaces the ~ behind an equals sign; an unknown one is a mistake."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run(tmp_path / "run")
+    assert checkpoint_command(["consolidate", "~/run", "--output=~/model.pt"]) == 0
+    assert f"{tmp_path}/model.pt  the model of {tmp_path}/run/" in capsys.readouterr().out
+    assert (tmp_path / "model.pt").is_file()
+    (tmp_path / "log.jsonl").write_text('{"update": 1, "epoch": 1, "training/loss": 0.5}\n')
+    assert plot_command(["~/log.jsonl", "--output=~/curves.png"]) == 0
+    assert (tmp_path / "curves.png").is_file()
+    plot_runs({"run": read_curves(tmp_path / "log.jsonl")}, "~/again.png")
+    assert (tmp_path / "again.png").is_file()
+    for command in (checkpoint_command, plot_command):
+        with pytest.raises(SystemExit):
+            command([*(["consolidate"] if command is checkpoint_command else []), "~nobody-of-this-name/run"])
+        assert "must not begin with an unknown '~', got '~nobody-of-this-name/run'" in capsys.readouterr().err
