@@ -60,7 +60,7 @@ def checkpoint_command(arguments: list[str] | None = None) -> int:
         if options.command == "consolidate":
             return _consolidate(options)
         return _list(options.directory, thoroughly=options.command == "verify")
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, OSError, ValueError) as error:
         print(error, file=sys.stderr)  # noqa: T201
         return 1
 

@@ -65,6 +65,11 @@ def _write(state: Any, output: Path, file_format: Format, max_shard_bytes: int) 
         return
     if not output.name or output.is_dir():
         raise CheckpointError(f"output must be the path of a file, got {str(output)!r}")
+    if file_format == "torch" and output.suffix == _SUFFIX:
+        raise CheckpointError(
+            f"output must not end in {_SUFFIX} with file_format='torch', got {str(output)!r}, by which it would be read as the "
+            "other format; leave file_format out, or choose a name such as model.pt"
+        )
     if file_format == "torch":
         _put(output, lambda path: _save(state, path))
     else:

@@ -288,3 +288,19 @@ def test_a_home_directory_in_an_option(
         with pytest.raises(SystemExit):
             command([*(["consolidate"] if command is checkpoint_command else []), "~nobody-of-this-name/run"])
         assert "must not begin with an unknown '~', got '~nobody-of-this-name/run'" in capsys.readouterr().err
+
+
+def test_mistakes_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Are answered in one line, and no file appears."""
+    run(tmp_path / "run")
+    found = []
+    for mistake in (
+        ["--output", str(tmp_path / "model.safetensors"), "--format", "torch"],
+        ["--output", str(tmp_path / "model.safetensors"), "--max-shard-bytes", "0"],
+    ):
+        assert checkpoint_command(["consolidate", str(tmp_path / "run"), *mistake]) == 1
+        found.append(capsys.readouterr().err)
+    assert found[0].startswith("output must not end in .safetensors with file_format='torch', got ")
+    assert found[1].startswith("max_shard_bytes must be ")
+    assert [text.count("\n") for text in found] == [1, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
