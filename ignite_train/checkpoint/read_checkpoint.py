@@ -54,9 +54,11 @@ def find(directory: str | Path) -> list[Found]:
     Reads manifests only; see `verify`.
 
     Raises:
-        CheckpointError: the directory does not exist.
+        CheckpointError: it is no directory.
     """
     root = path_of("directory", directory)
+    if root.is_file():
+        raise CheckpointError(f"{root} is a file; pass the directory of a run, or a checkpoint in it")
     if not root.is_dir():
         raise CheckpointError(f"the directory {root} does not exist")
     if (root / MANIFEST).exists():

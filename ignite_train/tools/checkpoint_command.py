@@ -8,7 +8,7 @@ python -m ignite_train.checkpoint consolidate DIR [--output FILE] [--entry NAME]
 DIR is one checkpoint, or a directory of them: then `consolidate` takes the newest that is whole, or with `--best` the one
 with the best score. With `--entry` it writes another object than the model, such as `ModelEMA`, or `to_save/teacher`; with
 `--trained-only` the model without its frozen weights, as LoRA adapters; with `--evaluated` the point at which a schedule-free
-optimizer is evaluated. A name that ends in `.safetensors` gives that format. DIR may also be a directory that
+optimizer is evaluated. A name that ends in `.safetensors` gives that format. DIR of `consolidate` may also be a directory that
 torch.distributed.checkpoint has written, and `--format distributed` writes one.
 """
 
@@ -38,9 +38,11 @@ def checkpoint_command(arguments: list[str] | None = None) -> int:
     """The command; returns its exit status: 0, or 1 if something is damaged or missing."""
     parser = argparse.ArgumentParser(prog="python -m ignite_train.checkpoint", description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
+    what_else = {"consolidate": ", or one of torch.distributed.checkpoint"}
     for name, what in (("list", "what is there"), ("verify", "read every byte"), ("consolidate", "make it one file")):
         command = commands.add_parser(name, help=what, description=what)
-        command.add_argument("directory", type=path_on_command_line, help="one checkpoint, or a directory of them")
+        which = f"a checkpoint of ignite_train, or a directory of them{what_else.get(name, '')}"
+        command.add_argument("directory", type=path_on_command_line, help=which)
         if name == "consolidate":
             command.add_argument(
                 "--output", type=path_on_command_line, default="model.pt", help="the file to write (default: %(default)s)"
@@ -91,7 +93,10 @@ def _list(directory: Path, *, thoroughly: bool) -> int:
     for name in CheckpointDirectory(directory, Disk()).set_aside_before():
         print(f"{name}  damaged, and renamed by an earlier start")  # noqa: T201
     if not found:
-        print(f"no checkpoint in {directory}")  # noqa: T201
+        other = (
+            ", but one of torch.distributed.checkpoint, which consolidate reads" if is_distributed_checkpoint(directory) else ""
+        )
+        print(f"no checkpoint in {directory}{other}")  # noqa: T201
         status |= thoroughly
     return status
 
@@ -106,7 +111,7 @@ def _known_best(directory: Path) -> Found | None:
 
 def _consolidate(options: argparse.Namespace) -> int:
     output, entry, directory = options.output, options.entry, options.directory
-    names = ("entry", "trained_only", "evaluated", "file_format", "max_shard_bytes")
+    names = ("entry", "best", "trained_only", "evaluated", "file_format", "max_shard_bytes")
     given = {name: getattr(options, name) for name in names}
 
     def choose() -> Path:

@@ -290,17 +290,24 @@ def test_a_home_directory_in_an_option(
         assert "must not begin with an unknown '~', got '~nobody-of-this-name/run'" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_mistakes_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Are answered in one line, and no file appears."""
     run(tmp_path / "run")
-    found = []
-    for mistake in (
-        ["--output", str(tmp_path / "model.safetensors"), "--format", "torch"],
-        ["--output", str(tmp_path / "model.safetensors"), "--max-shard-bytes", "0"],
+    consolidate(tmp_path / "run", tmp_path / "dcp", file_format="distributed")
+    (tmp_path / "file").touch()
+    before = {*tmp_path.iterdir()}
+    output = ["--output", str(tmp_path / "model.safetensors")]
+    for arguments, answer in (
+        (["consolidate", "run", *output, "--format", "torch"], "output must not end in .safetensors with file_format='torch'"),
+        (["consolidate", "run", *output, "--max-shard-bytes", "0"], "max_shard_bytes must be "),
+        (["consolidate", "dcp", *output, "--best"], "best, trained_only and evaluated need a checkpoint of this library, got "),
+        (["verify", "dcp"], f"no checkpoint in {tmp_path / 'dcp'}, but one of torch.distributed.checkpoint"),
+        (["verify", "file"], f"{tmp_path / 'file'} is a file; pass the directory of a run"),
     ):
-        assert checkpoint_command(["consolidate", str(tmp_path / "run"), *mistake]) == 1
-        found.append(capsys.readouterr().err)
-    assert found[0].startswith("output must not end in .safetensors with file_format='torch', got ")
-    assert found[1].startswith("max_shard_bytes must be ")
-    assert [text.count("\n") for text in found] == [1, 1]
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+        command, name, *options = arguments
+        assert checkpoint_command([command, str(tmp_path / name), *options]) == 1
+        printed = "".join(capsys.readouterr())
+        assert printed.startswith(answer)
+        assert printed.count("\n") == 1
+    assert {*tmp_path.iterdir()} == before
