@@ -87,7 +87,10 @@ def plot_runs(runs: Mapping[str, Mapping[str, Curve]], output: str | Path, metri
     panels = [panel for panel in wanted if any(True for curves in runs.values() for _ in _drawn(panel, curves))]
     if not panels:
         known = ", ".join(name for panel in wanted for name in panel.names)
-        raise ValueError(f"the logs must have one of the metrics {known}; attach TrainingMetrics to the run")
+        there = ", ".join({name: None for curves in runs.values() for name in curves}) or "nothing"
+        raise ValueError(
+            f"the logs must have one of the metrics {known}, and have {there:.500}; attach TrainingMetrics to the run"
+        )
     columns = min(2, len(panels))
     figure = Figure(figsize=(6.4 * columns, 3.6 * math.ceil(len(panels) / columns)), layout="constrained")
     FigureCanvasAgg(figure)

@@ -242,7 +242,7 @@ def test_what_is_drawn(tmp_path: Path) -> None:
     """Only the panels for which there is something; losses of training and validation in one."""
     curves = {"train/loss": ([1, 2], [2.0, 1.0]), "validation/loss": ([2], [1.5]), "train/accuracy": ([1], [0.5])}
     assert plot_runs({"run": curves}, tmp_path / "one.png") == ["loss"]
-    with pytest.raises(ValueError, match="attach TrainingMetrics"):
+    with pytest.raises(ValueError, match="and have train/accuracy; attach TrainingMetrics"):
         plot_runs({"run": {"train/accuracy": ([1], [0.5])}}, tmp_path / "none.png")
 
 
