@@ -55,6 +55,7 @@ class Resumption:
     ) -> None:
         self._run, self._writer = run, writer
         self._config, self._on_changed_data = config, on_changed_data
+        self._is_late = self._has_trained()  # before there was a Checkpoint, and the directory has not been looked at since
         self._state: RunState | None = None  # until its objects are put back for the second time
         self._half_restored: Path | None = None  # the checkpoint of which some object has raised when it was given its state
 
@@ -70,9 +71,11 @@ class Resumption:
                 trainer has trained, and the directory has checkpoints that it has neither written nor read.
         """
         trainer = self._run.trainer
-        begins = not (trainer.state.iteration or trainer.state.epoch) or self._half_restored is not None
+        begins = not self._has_trained() or self._half_restored is not None
         if resume in ("auto", "never") and not begins:
-            self._refuse_unread()
+            if self._is_late and self._writer.latest is None:
+                self._refuse_unread()
+            self._is_late = False
             return None
         root, names = checkpoint_to_resume(self._writer.directory, resume, begins=begins)
         if not names:
@@ -94,10 +97,14 @@ class Resumption:
             _log_resumption(path, manifest, [*state.changed, *changed], state)
         return manifest
 
+    def _has_trained(self) -> bool:
+        state = self._run.trainer.state
+        return bool(state.iteration or state.epoch)
+
     def _refuse_unread(self) -> None:
         """Raises CheckpointError if a trainer that has trained would save beside checkpoints that it neither wrote nor read."""
         own = self._writer.directory
-        if self._writer.latest is None and (names := checkpoint_to_resume(own, "auto")[1]):
+        if names := on_main(collectives.gather_objects, "looking for checkpoints", partial(_look, own, tidies=True)).names:
             raise CheckpointError(
                 f"a trainer that has trained already must not save where checkpoints of another start are, got {names[0]} in "
                 f"{own.path} and a trainer at update {self._run.trainer.state.iteration}; attach Checkpoint before the first "

@@ -102,17 +102,17 @@ class DealtSampler(Sampler[T]):
     """A sampler whose entries, samples or batches, are dealt out like cards: entry i of the epoch's order goes to rank i mod W.
 
     Args:
-        length: entries of an epoch, over all ranks.
+        num_entries: of an epoch, over all ranks.
         mesh: see `Dealing`.
 
     Attributes:
         dealing: to whom.
         epoch: the epoch of the next pass.
-        length: entries of an epoch, over all ranks.
+        num_entries: of an epoch, over all ranks.
     """
 
-    def __init__(self, length: int, mesh: DeviceMesh | None) -> None:
-        self.length, self.dealing = length, Dealing(mesh)
+    def __init__(self, num_entries: int, mesh: DeviceMesh | None) -> None:
+        self.num_entries, self.dealing = num_entries, Dealing(mesh)
         self.epoch = self._start = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -125,7 +125,7 @@ class DealtSampler(Sampler[T]):
         The order does not depend on the number of ranks, so another number of ranks can continue there: each entry that is
         left is used once.
         """
-        self._start = min(samples, self.length)
+        self._start = min(samples, self.num_entries)
 
     def __len__(self) -> int:
         return len(self._positions())
@@ -141,4 +141,4 @@ class DealtSampler(Sampler[T]):
         return positions
 
     def _positions(self) -> range:
-        return range(self._start + self.dealing.rank, self.length, self.dealing.size)
+        return range(self._start + self.dealing.rank, self.num_entries, self.dealing.size)

@@ -94,11 +94,11 @@ class ShardedSampler(DealtSampler[int]):
 
     def describe(self) -> dict[str, Any]:
         """The settings that decide the order, in plain types."""
-        return {"samples": self.length, "shuffle": self._shuffle, "seed": self._seed}
+        return {"samples": self.num_entries, "shuffle": self._shuffle, "seed": self._seed}
 
     def __repr__(self) -> str:
         rank = f"rank {self.dealing.rank} of {self.dealing.size}"
-        return f"{type(self).__name__}({self.length} samples, shuffle={self._shuffle}, seed={self._seed}, {rank})"
+        return f"{type(self).__name__}({self.num_entries} samples, shuffle={self._shuffle}, seed={self._seed}, {rank})"
 
     def __iter__(self) -> Iterator[int]:
         positions = self.begin_pass()
@@ -107,7 +107,7 @@ class ShardedSampler(DealtSampler[int]):
     def _order_of_epoch(self) -> Order:
         """The order that `epoch` chooses; the same on all ranks."""
         drawn_seed = (self._seed * 1_000_003 + self.epoch) % 2**64  # what a generator of torch takes
-        return epoch_order(self.length, key=(self._seed, self.epoch), drawn_seed=drawn_seed)
+        return epoch_order(self.num_entries, key=(self._seed, self.epoch), drawn_seed=drawn_seed)
 
 
 def _chunks(positions: range, order: Order) -> Iterator[list[int]]:

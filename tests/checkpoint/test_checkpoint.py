@@ -465,7 +465,8 @@ def test_a_trainer_that_has_trained_saves_beside_no_other_run(resume: str, tmp_p
     assert trainer.state.iteration == 1
     assert names(tmp_path / "a") == there
     trainer.run(LOADER, max_iters=9, resume="must")
-    assert names(tmp_path / "a")[-1] == "9"
+    trainer.run(LOADER, max_iters=10)
+    assert names(tmp_path / "a")[-1] == "10"
 
 
 def test_a_trainer_that_has_trained_saves_in_a_new_directory(tmp_path: Path) -> None:
@@ -476,6 +477,24 @@ def test_a_trainer_that_has_trained_saves_in_a_new_directory(tmp_path: Path) -> 
     trainer.run(LOADER, max_iters=3)
     trainer.run(LOADER, max_iters=5)
     assert trainer.state.iteration == 5
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_run_that_was_told_to_begin_anew_is_called_again(is_late: bool, tmp_path: Path) -> None:
+    """Where damaged checkpoints are, `"never"` is the way to begin, also after an update; a call after an error goes on."""
+    (tmp_path / "damaged-update-00000009").mkdir()
+    trainer, _ = make()
+    if is_late:
+        trainer.update(LOADER[:1])
+    Checkpoint(tmp_path, every=9).attach(trainer)
+
+    def fail() -> None:
+        raise InjectedError
+
+    with trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), fail), pytest.raises(InjectedError):
+        trainer.run(LOADER, max_iters=3, resume="never")
+    trainer.run(LOADER, max_iters=3)
+    assert names(tmp_path) == ["3"]
 
 
 def refusal(directory: Path, trainer: Trainer, **options: Any) -> str:
