@@ -137,8 +137,6 @@ class Checkpoint(Handler):
     """
 
     is_collective = True
-
-    serves_several = True  # its `attach` refuses a second trainer, and says more
     _run: SavedRun  # as the next, since `attach`
     _resumption: Resumption
 

@@ -64,13 +64,14 @@ class CurvatureMonitor(Handler):
     not_elastic = "it would look at the samples of one replica and not at those of all"
 
     is_collective = True
+    of_one_trainer = True
 
     def __init__(
         self,
         forward: Forward,
         every: int = 1000,
         *,
-        blocks: Mapping[str, nn.Module] | None = None,
+        blocks: Mapping[str, nn.Module] | nn.ModuleDict | None = None,
         max_iterations: int = 100,
         tolerance: float = 0.01,
         seed: int = 0,
@@ -81,7 +82,7 @@ class CurvatureMonitor(Handler):
         self.tolerance, self.seed = real_number("tolerance", tolerance, above=0), whole_number("seed", seed)
         if self.tolerance >= 1:
             raise ValueError(f"tolerance must be below 1, got {tolerance!r}; it is relative to the eigenvalue")
-        if blocks is not None and (not isinstance(blocks, Mapping) or not blocks):
+        if blocks is not None and (not isinstance(blocks, (Mapping, nn.ModuleDict)) or not blocks):
             raise TypeError(f"blocks must be modules by name, got {describe(blocks)}; leave it out for the whole model")
         self._forward = forward
         self._blocks = None if blocks is None else {name: _trainable(name, block) for name, block in blocks.items()}

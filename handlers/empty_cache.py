@@ -38,8 +38,6 @@ class EmptyCache(Handler, Piggyback):
         >>> handle = EmptyCache(fragmentation=0.3).attach(trainer, Events.ITERATION_COMPLETED(every=50))
     """
 
-    serves_several = True
-
     def __init__(self, fragmentation: float | None = None) -> None:
         if fragmentation is not None and real_number("fragmentation", fragmentation, above=0) > 1:
             raise ValueError(f"fragmentation must be at most 1, got {fragmentation!r}; it is a share of the reserved memory")

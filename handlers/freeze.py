@@ -48,6 +48,8 @@ class Freeze(Handler):
         True
     """
 
+    of_one_trainer = True
+
     def __init__(
         self, module: nn.Module | Iterable[nn.Parameter], *, until: int | Callable[[TrainState], bool] | None = None
     ) -> None:

@@ -27,7 +27,7 @@ class GarbageCollection(Handler):
         >>> handle = GarbageCollection().attach(trainer, Events.ITERATION_COMPLETED(every=500))  # after updates 500, 1000, ...
     """
 
-    serves_several = True
+    begins_with_run = True
 
     def attach(self, trainer: Trainer, event: Event = every(1000, Events.ITERATION_COMPLETED)) -> RemovableEventHandle:
         """Collects when a run of `trainer` begins, and at `event`."""

@@ -95,6 +95,7 @@ class GradNormConsistency(PiggybackHandler):
     """
 
     not_elastic = "it compares the ranks of a process group, and replicas that come and go are in none"
+    of_one_trainer = True
 
     def __init__(self, *, tolerance: float = 1e-6) -> None:
         self.tolerance = real_number("tolerance", tolerance, above=0)

@@ -82,6 +82,7 @@ class GradientMonitor(Handler):
     """
 
     is_collective = True
+    of_one_trainer = True
 
     def __init__(self, every: int = 100, *, depth: int | None = None, with_histograms: bool = False) -> None:
         self.every = positive_int("every", every)

@@ -82,6 +82,7 @@ class HangWatch(Handler):
 
     is_collective = True
     attached_once = True
+    of_one_trainer = True
 
     def __init__(
         self,

@@ -61,6 +61,8 @@ class LearningRateSchedule(Handler):
         [0.025]
     """
 
+    of_one_trainer = True
+
     def __init__(self, scheduler: LRScheduler) -> None:
         if isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError(

@@ -68,6 +68,7 @@ class MomentumTeacher(Handler):
     """
 
     is_collective = True
+    of_one_trainer = True
 
     same_on_all_ranks = True
 

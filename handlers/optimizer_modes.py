@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +17,7 @@ from ignite_train.internals.of_torch import foreach_copy_
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.averaged_tensors import local_tensors
 from ignite_train.model.learning_rates import refuse_other_optimizer
-from ignite_train.trainer import Trainer
+from ignite_train.trainer import Replicas, Trainer
 
 __all__ = ["OptimizerModes"]
 
@@ -77,20 +76,20 @@ class OptimizerModes(Handler):
             raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
         trainer.on_enter.append(lambda _: self.optimizer.train())
         if evaluator is not None:
-            evaluator.run_within(partial(self._evaluating, weakref.proxy(trainer)))
+            evaluator.run_within(partial(self._evaluating, trainer.replicas))
 
     @contextmanager
-    def _evaluating(self, trainer: Trainer) -> Iterator[None]:
+    def _evaluating(self, replicas: Replicas) -> Iterator[None]:
         """In this `with` the optimizer is in its eval mode; afterwards the weights have the bits that they had."""
         with torch.no_grad():
             kept = [weight.clone() for weight in self._weights()]
         self.optimizer.eval()
-        trainer.replicas.have_own_weights = False
+        replicas.have_own_weights = False
         try:
             yield
         finally:
             self.optimizer.train()
-            trainer.replicas.have_own_weights = True
+            replicas.have_own_weights = True
             with torch.no_grad():
                 foreach_copy_(self._weights(), kept)
 

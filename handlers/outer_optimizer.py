@@ -79,6 +79,7 @@ class OuterOptimizer(Handler):
     not_elastic = "its replicas train on their own between two outer steps; that is reduction='local'"
 
     is_collective = True
+    of_one_trainer = True
 
     same_on_all_ranks = True
 

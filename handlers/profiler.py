@@ -58,6 +58,7 @@ class Profiler(Handler):
     _sections: Sections  # once attached
 
     attached_once = True
+    of_one_trainer = True
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class Profiler(Handler):
         if not isinstance(ranks, Collection):
             raise TypeError(f"ranks must be a sequence of ranks, got {describe(ranks)}; pass (0,) for the first")
         self.directory, self.updates, self.ranks = directory_of("directory", directory), updates, tuple(ranks)
-        self.warm_up = whole_number("warm_up", warm_up)
+        self.warm_up = whole_number("warm_up", warm_up or 0)
         self._window = range(max(updates.start - self.warm_up, 1), updates.stop)  # the updates in which the profiler runs
         self.traces: list[Path] = []
         self._options = options

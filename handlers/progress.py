@@ -72,6 +72,8 @@ class ProgressLog(Handler):
         finished after 4 updates (4 steps, 0 skipped) in 1 epoch, ... s
     """
 
+    of_one_trainer = True
+
     def __init__(self, style: Literal["auto", "bar", "simple", "json", "none"] = "auto", *, unit: str = "samples") -> None:
         if not isinstance(unit, str):
             raise TypeError(f"unit must be the name of what sample_size counts, such as 'tokens', got {describe(unit)}")

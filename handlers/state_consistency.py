@@ -150,6 +150,7 @@ class StateConsistency(PiggybackHandler):
     """
 
     not_elastic = "it compares the ranks of a process group, and replicas that come and go are in none"
+    of_one_trainer = True
 
     def __init__(
         self,

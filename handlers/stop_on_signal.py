@@ -69,7 +69,7 @@ class StopOnSignal(Handler):
         'SIGTERM'
     """
 
-    serves_several = True  # one after the other
+    begins_with_run = True
 
     def __init__(self, signals: Iterable[signal.Signals] = _SIGNALS, *, grace_seconds: float = 25.0) -> None:
         if not isinstance(signals, Iterable):

@@ -35,7 +35,7 @@ class TimeLimit(Handler):
         4
     """
 
-    serves_several = True
+    begins_with_run = True
 
     def __init__(self, seconds: float) -> None:
         self.seconds = real_number("seconds", seconds, above=0)

@@ -104,6 +104,7 @@ class TrainingMetrics(Handler):
     """
 
     attached_once = True
+    of_one_trainer = True
 
     def __init__(
         self,

@@ -64,6 +64,7 @@ class Validation(Handler):
     """
 
     is_collective = True
+    of_one_trainer = True
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Validation(Handler):
         check_evaluator(evaluator, "; write Validation(evaluator, loader)")
         self.evaluator, self.loader = evaluator, loader
         checked_loader(loader)
-        self.sanity = whole_number("sanity", sanity)
+        self.sanity = whole_number("sanity", sanity or 0)
         self.score = "loss" if score is None else score
         self.mode: str = score_mode(self.score, mode, of="Validation")
         self._default = (self.score, self.mode) if score is None and mode is None else None  # where others may decide

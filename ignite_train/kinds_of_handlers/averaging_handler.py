@@ -52,6 +52,7 @@ class AveragingHandler(Handler):
 
     same_on_all_ranks = True
     attached_once = True
+    of_one_trainer = True
 
     follows_until_first = False
 

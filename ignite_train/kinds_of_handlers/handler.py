@@ -38,12 +38,14 @@ class Handler(Attachable):
         not_elastic: why the handler would be wrong where replicas come and go, so that `attach` refuses it; empty if it is
             right there.
         attached_once: whether one trainer must not have the same handler twice, since it would count or start twice.
-        serves_several: whether several trainers may have the same handler, since it keeps nothing of a trainer.
+        of_one_trainer: whether no second trainer may have the same handler, since it keeps something of the first.
+        begins_with_run: whether it does nothing in a run inside of which it is attached, so that `attach` warns.
     """
 
     not_elastic = ""
     attached_once = False
-    serves_several = False
+    of_one_trainer = False
+    begins_with_run = False
     _trainer_of: weakref.ref[Trainer] | None = None  # the trainer to which it was attached first
     _number = 0  # in the order in which handlers are made
 
@@ -86,25 +88,21 @@ def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
             raise ValueError(
                 f"{name} must be attached once to a trainer, got the same one again; make another {name}, or join events by |"
             )
-        if not self.serves_several and self._trainer_of is not None and self._trainer_of() is not trainer:
+        if self.of_one_trainer and self._trainer_of is not None and self._trainer_of() is not trainer:
             raise ValueError(f"{name} must be attached to one trainer, got a second; make another {name} for it")
         if arguments or "event" in named:
             _check_event(name, arguments[0] if arguments else named["event"])
         if named.get("evaluator") is not None:
             check_evaluator(named["evaluator"], f" in {name}.attach")
         outer, self.is_attaching = self.is_attaching, True
-        begins, ends = len(trainer.on_enter), len(trainer.on_exit)
         try:
             handle = attach(self, trainer, *arguments, **named)
         finally:
             self.is_attaching = outer
-        self._trainer_of = weakref.ref(trainer)
-        is_late = trainer.progress.running and len(trainer.on_enter) > begins and len(trainer.on_exit) > ends
-        if is_late and not outer and collectives.is_main_rank():
-            _logger.warning(
-                f"{name} was attached inside a run, and what it does from the beginning of a run to its end begins with the "
-                "next one; attach it before run or session"
-            )
+        if self.of_one_trainer:
+            self._trainer_of = weakref.ref(trainer)
+        if self.begins_with_run and trainer.progress.running and collectives.is_main_rank():
+            _logger.warning(f"{name} was attached inside a run, and begins with the next one; attach it before run or session")
         return handle
 
     return checked

@@ -47,6 +47,8 @@ class RecordingHandler(Handler):
         ValueError: `on_error` is neither of the two.
     """
 
+    of_one_trainer = True
+
     what_is_written = "metrics"
 
     def __init__(self, on_error: Literal["warn", "raise"]) -> None:
@@ -75,18 +77,17 @@ class RecordingHandler(Handler):
         """
         if evaluator is not None and tag in self.tags:
             raise ValueError(f"tag must be another one for each evaluator, got {tag!r} twice; pass tag='test', say")
+        handle = None
+        if collectives.is_main_rank() and not trainer.has_event_handler(self._write_rest, Events.COMPLETED):
+            handle = trainer.add_event_handler(event, self)  # first, since it may refuse the event
+            trainer.prepend_event_handler(Events.STARTED, self._note_begin)
+            trainer.add_event_handler(Events.COMPLETED, self._write_rest)
+            trainer.on_exit.append(self.finish)
         if evaluator is not None:
             self.tags.append(tag)
-        if not collectives.is_main_rank():
-            return None
-        if evaluator is not None:
-            evaluator.add_event_handler(Events.COMPLETED, self._write_evaluation, trainer, tag)
-        if trainer.has_event_handler(self._write_rest, Events.COMPLETED):
-            return None
-        trainer.prepend_event_handler(Events.STARTED, self._note_begin)
-        trainer.add_event_handler(Events.COMPLETED, self._write_rest)
-        trainer.on_exit.append(self.finish)
-        return trainer.add_event_handler(event, self)
+            if collectives.is_main_rank():
+                evaluator.add_event_handler(Events.COMPLETED, self._write_evaluation, trainer, tag)
+        return handle
 
     def __call__(self, trainer: Trainer) -> None:
         """Writes the metrics that are published now.

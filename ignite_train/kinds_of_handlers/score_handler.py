@@ -43,6 +43,7 @@ class ScoreHandler(Handler):
     """
 
     is_collective = True
+    of_one_trainer = True
 
     _trainer: Trainer
 

@@ -68,7 +68,7 @@ def curvature(model: nn.Module, data: Any, **options: Any) -> dict[str, float]:
 def test_it_is_that_of_the_whole_hessian() -> None:
     """Of the model and of each layer, over both micro-batches of the last update, at the weights after it."""
     model = net()
-    blocks = {"all": model, "first": model[0], "last": model[2]}
+    blocks = nn.ModuleDict({"all": model, "first": model[0], "last": model[2]})
     found = curvature(model, batches(), blocks=blocks)
     x, y = (torch.cat(parts) for parts in zip(*batches()[2:], strict=True))
     expected = {f"curvature/{name}": largest(hessian(model, block, x, y)) for name, block in blocks.items()}

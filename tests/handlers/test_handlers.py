@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import logging
 import math
+import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -49,6 +51,7 @@ from ignite_train.handlers import (
     TrainingMetrics,
     Validation,
 )
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.metrics import PUBLISHED_METRICS
 from ignite_train.ranks import collectives
 from ranks import run_ranks
@@ -128,6 +131,29 @@ def test_a_handler_that_one_trainer_refused_may_be_attached_to_another() -> None
     freeze.attach(trainer)
 
 
+class OverFolds(Handler):
+    """Of a user: counts the updates of several trainers."""
+
+    def __init__(self) -> None:
+        self.num_updates = 0
+
+    def attach(self, trainer: Any) -> None:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, self)
+
+    def __call__(self) -> None:
+        self.num_updates += 1
+
+
+def test_a_handler_of_the_user_serves_the_trainers_that_it_is_given_to() -> None:
+    """It may sum over folds, and be copied and pickled; only what keeps something of one trainer has to say so."""
+    handler = OverFolds()
+    for _ in range(2):
+        trainer, _, _ = make()
+        handler.attach(trainer)
+        trainer.run(DATA, max_iters=2)
+    assert pickle.loads(pickle.dumps(handler)).num_updates == copy.deepcopy(handler).num_updates == 4
+
+
 @pytest.mark.parametrize("kind", [EmptyCache, GarbageCollection])
 def test_some_serve_several_trainers(kind: type) -> None:
     """They keep nothing of a trainer; see also the test of TimeLimit."""
@@ -144,8 +170,9 @@ def test_some_serve_several_trainers(kind: type) -> None:
         (StopOnSignal, True),
         (ModelEMA, False),
         (GradientMonitor, False),
+        (TrainingMetrics, False),
     ],
-    ids=["TimeLimit", "GarbageCollection", "StopOnSignal", "ModelEMA", "GradientMonitor"],
+    ids=["TimeLimit", "GarbageCollection", "StopOnSignal", "ModelEMA", "GradientMonitor", "TrainingMetrics"],
 )
 def test_what_begins_with_a_run_says_that_it_comes_too_late(build: Any, is_late: bool, caplog: Any) -> None:
     """Attached inside a run or a session; what begins with an update is silent."""

@@ -421,6 +421,15 @@ def test_two_evaluators_have_two_tags(tmp_path: Path, kind: str) -> None:
     log.attach(trainer, EVERY, evaluator=second, tag="test")
 
 
+def test_a_log_that_was_given_a_wrong_event_is_attached_at_another(tmp_path: Path) -> None:
+    """The evaluator and its tag were not taken by the first try."""
+    trainer, _ = make(tmp_path, "json")
+    evaluator, log = create_evaluator(trainer.model, cuts.forward), KINDS["json"](tmp_path / "other.jsonl")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="event"):
+        log.attach(trainer, "nothing", evaluator=evaluator)
+    log.attach(trainer, EVERY, evaluator=evaluator)
+
+
 class FullDisk:
     """Has room for a half of the line that is written in one update, and later for all."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,17 @@ def test_no_checkpoint_has_the_weights_of_an_evaluation(tmp_path: Path) -> None:
     loaded = cuts.linear()
     load_weights(loaded, checkpoint.latest)
     assert bit_by_bit(loaded.state_dict()) == trained
+
+
+def test_the_evaluator_outlives_its_trainer() -> None:
+    """As where a function trains and returns the evaluator for the test data."""
+    trainer, _, optimizer, evaluator, losses = job()
+    trainer.run(DATA, max_epochs=1)
+    del trainer
+    gc.collect()
+    evaluator.run(DATA)
+    assert losses[-1] == pytest.approx(by_hand()[-1])
+    assert optimizer.param_groups[0]["train_mode"]
 
 
 def test_an_evaluation_that_fails_leaves_the_weights_of_training() -> None:

@@ -170,6 +170,7 @@ def test_sanity_finds_a_mistake_before_the_first_update() -> None:
         assert seen == []
     with pytest.raises(ValueError, match="sanity must be at least 0, got -1"):
         Validation(job.evaluator, DATA, sanity=-1)
+    assert Validation(job.evaluator, DATA, sanity=False).sanity == 0
 
 
 def test_sanity_leaves_no_trace(tmp_path: Path) -> None:
