@@ -117,7 +117,7 @@ class OuterOptimizer(Handler):
             )
         if self.optimizer in trainer.optimizers.values():
             raise ValueError(
-                "optimizer must be one over those of the trainer, got one of these; pass "
+                "optimizer must be another optimizer than the trainer's own, got the same; pass "
                 "torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True), say"
             )
         if trainer.moments.after_update:

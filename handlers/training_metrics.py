@@ -92,7 +92,7 @@ class TrainingMetrics(Handler):
         peak_flops: what one device can do in a second, by its data sheet.
 
     Raises:
-        TypeError: `per_second` is no sequence of names, or one of the last two is not a number.
+        TypeError: `per_second` is not a sequence of names, or one of the last two is not a number.
         ValueError: one of the last two is given without the other, or is not greater than 0.
 
     Example:

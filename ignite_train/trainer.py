@@ -115,7 +115,7 @@ class Replicas:
     Attributes:
         are_equal: False while replicas that train locally differ.
         are_elastic: whether they come and go, so that others take part though there is one rank.
-        have_own_weights: False during an evaluation at other weights than those that are trained, which must not be saved.
+        have_own_weights: False during an evaluation with other weights in the model, which must not be saved.
         rank: the number of this process, and `num_ranks` how many there are; asked once.
     """
 

@@ -54,7 +54,7 @@ def find(directory: str | Path) -> list[Found]:
     Reads manifests only; see `verify`.
 
     Raises:
-        CheckpointError: it is no directory.
+        CheckpointError: it is not a directory.
     """
     root = path_of("directory", directory)
     if root.is_file():
@@ -80,7 +80,7 @@ def is_removed(path: str | Path) -> bool:
 
 
 def use_chosen(choose: Callable[[], Path], use: Callable[[Path], T]) -> T:
-    """What `use` makes of the checkpoint that is chosen; if it is removed meanwhile, of the one that is chosen then.
+    """Calls `use` with the checkpoint that is chosen, again with another choice if the run removes it meanwhile.
 
     Raises:
         CheckpointError: they raise it, and it was not removed; or each of them was.

@@ -82,7 +82,7 @@ class Stream:
         return micro_batch
 
     def begin_at(self, place: Mapping[str, Any]) -> None:
-        """Has the first pass follow one that a run without `epoch_length` has made, at whose end `place` was saved."""
+        """Has the first pass follow the epochs of a run without `epoch_length`, at whose end `place` was saved."""
         self._start = place
 
     def replace(self, data: Iterable[Any]) -> None:

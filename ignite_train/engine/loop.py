@@ -388,7 +388,7 @@ class Loop(Dispatcher):
         return state.max_epochs is not None and state.epoch - self.progress.epoch_open >= state.max_epochs
 
     def _has_nothing_to_do(self) -> bool:
-        """Whether a run after one that has ended is over before it begins."""
+        """Whether the limits are reached before the run begins; asked where an earlier run has ended."""
         return self._limit_is_reached()
 
     def _observe(self, error: BaseException) -> None:

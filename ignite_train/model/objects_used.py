@@ -53,7 +53,7 @@ def objects_used(functions: Iterable[Any]) -> Iterator[Any]:
 
 
 def variables_around(function: FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a function refers to in the functions around it, and what globally; a variable without a value yet is left out.
+    """Finds the variables around a function, and the global ones, that it refers to; those without a value are left out.
 
     `inspect.getclosurevars` raises where one has none.
     """

@@ -33,14 +33,14 @@ class Description:
 
 
 class _Sent(NamedTuple):
-    """What a rank sends, and in which exchange."""
+    """The message of a rank: a value, and the name of the exchange."""
 
     which: str
     value: Any
 
 
 def exchanged(exchange: Callable[[Any], list[Any]], which: str, value: Any) -> list[Any]:
-    """What each rank passed, in rank order. Collective.
+    """Exchanges a value of each rank, and returns them in rank order. Collective.
 
     Args:
         exchange: such as `collectives.gather_objects`.

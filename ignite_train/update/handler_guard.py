@@ -139,7 +139,7 @@ class HandlerGuard:
             )
 
     def look(self, *, with_contents: bool = False) -> list[_Seen]:
-        """The gradients as they are, for `changed`."""
+        """Notes the gradients before something runs, for `changed` after it."""
         found = [(parameter, parameter.grad) for parameter in self._gradients.parameters()]
         return [
             (parameter, None, -1, b"")

@@ -481,7 +481,7 @@ def test_a_trainer_that_has_trained_saves_in_a_new_directory(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_run_that_was_told_to_begin_anew_is_called_again(is_late: bool, tmp_path: Path) -> None:
-    """Where damaged checkpoints are, `"never"` is the way to begin, also after an update; a call after an error goes on."""
+    """Where damaged checkpoints are, `"never"` is the way to begin, also after an update; a call after an error continues."""
     (tmp_path / "damaged-update-00000009").mkdir()
     trainer, _ = make()
     if is_late:

@@ -427,7 +427,7 @@ def test_a_loader_that_is_set_later_is_not_given_the_generators_of_the_one_befor
 
 
 def shards(directory: Path, kind: str, *limits: int) -> list[int]:
-    """What runs in new processes read, where EPOCH_STARTED sets a shard of seven samples in every second epoch of two."""
+    """The samples of runs in new processes, where EPOCH_STARTED sets a shard of seven in every second epoch of two."""
     seen: list[int] = []
     for limit in limits:
         model = nn.Linear(1, 1)
@@ -449,7 +449,7 @@ def shards(directory: Path, kind: str, *limits: int) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["in order", "shuffled"])
 def test_a_shard_that_an_epoch_begins_with_is_read_from_its_beginning(kind: str, tmp_path: Path) -> None:
-    """A run that resumes there does so too, and not at the place in the shard before; in the middle of the epoch it goes on."""
+    """A run that resumes there does so too, and ignores the place in the shard before; within the epoch it continues."""
     whole = shards(tmp_path / "whole", kind, 4)
     assert len({*whole}) == 4
     for stop in (2, 3):

@@ -239,7 +239,7 @@ class Shards:
 
 
 def test_a_group_of_two_shards_that_is_broken_off():
-    """What is left of the shard before cannot be read again, so the next run is refused instead of going on without it."""
+    """The rest of the shard before cannot be read again, so the next run is refused; it would train without it."""
     shards = Shards(TrainEvents.GRADIENTS_READY, 3)
     shards.trainer.add_event_handler(Events.DATALOADER_STOP_ITERATION, shards.renew)
     shards.run(7, error="stopped")

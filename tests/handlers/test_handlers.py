@@ -111,7 +111,7 @@ def test_a_handler_that_would_count_or_start_twice_is_attached_once(name: str) -
 
 @pytest.mark.parametrize("name", [*ONCE, "Validation", "GradientMonitor"])
 def test_a_handler_has_one_trainer(name: str) -> None:
-    """What it keeps is of that one: an average would be that of the other model. Also where the first is no more."""
+    """An average would be of the other model. The second is refused also where the first was deleted."""
     trainer, model, _ = make()
     more = {"Validation": lambda: Validation(create_evaluator(model, cuts.forward), DATA), "GradientMonitor": GradientMonitor}
     handler = {**ONCE, **more}[name]()

@@ -161,7 +161,7 @@ def test_it_begins_with_the_weights_of_the_first_run() -> None:
 
 @pytest.mark.parametrize("evaluates", [True, False], ids=["evaluation", "swapped-in"])
 def test_no_checkpoint_has_the_average_for_the_weights(evaluates: bool, tmp_path: Path) -> None:
-    """A save while they are swapped in is refused, and one that follows has the weights that are trained."""
+    """A save while they are swapped in is refused, and the next save has the weights that are trained."""
     model = net()
     trainer, evaluator = make(model), create_evaluator(model, forward)
     ema, checkpoint = ModelEMA(), Checkpoint(tmp_path)

@@ -142,7 +142,7 @@ def test_resumed_in_the_middle(tmp_path: Path) -> None:
 
 
 def test_no_checkpoint_has_the_weights_of_an_evaluation(tmp_path: Path) -> None:
-    """A save inside of it is refused, and one that follows has the weights that are trained."""
+    """A save inside of it is refused, and the next save has the weights that are trained."""
     trainer, model, _, evaluator, _ = job(tmp_path, validates=False)
     checkpoint: Any = trainer.checkpoint
     handle = evaluator.add_event_handler(Events.COMPLETED, checkpoint.save)
@@ -160,7 +160,7 @@ def test_no_checkpoint_has_the_weights_of_an_evaluation(tmp_path: Path) -> None:
 
 
 def test_the_evaluator_outlives_its_trainer() -> None:
-    """As where a function trains and returns the evaluator for the test data."""
+    """A function may train, and return the evaluator for the test data."""
     trainer, _, optimizer, evaluator, losses = job()
     trainer.run(DATA, max_epochs=1)
     del trainer

@@ -1005,7 +1005,11 @@ MISTAKES: dict[str, Mistake] = {
     "every": (ValueError, "every must be at least 1", lambda: OuterOptimizer(_sgd(), every=0)),
     "count": (ValueError, "count must be one of", lambda: OuterOptimizer(_sgd(), every=2, count="epochs")),  # type: ignore[arg-type]
     "rate": (TypeError, "by_inner_rate must be True or False", lambda: OuterOptimizer(_sgd(), every=2, by_inner_rate=1)),  # type: ignore[arg-type]
-    "inner": (ValueError, "optimizer must be one over those of the trainer, got one of these; pass", _attach_the_inner_one),
+    "inner": (
+        ValueError,
+        "optimizer must be another optimizer than the trainer's own, got the same; pass",
+        _attach_the_inner_one,
+    ),
     "twice": (ValueError, "trainer must have one OuterOptimizer at most", _attach_twice),
     "others": (
         ValueError,

@@ -134,7 +134,7 @@ def test_a_write_that_fails_leaves_the_older_file(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("number", [24_900, 200_000])
 @pytest.mark.parametrize("file_format", get_args(Format))
 def test_a_disk_that_is_full(file_format: Any, number: int, tmp_path: Path) -> None:
-    """One error names the output and the cause, whichever of torch's errors it is, and nothing is left."""
+    """The error names the output and the cause, whichever of torch's errors it is, and nothing is left."""
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (90_000, usual[1]))  # the disk of a test cannot be filled
     try:
