@@ -135,7 +135,7 @@ def _check_event(name: str, event: Any) -> None:
 
 
 def check_evaluator(evaluator: Any, hint: str = "") -> None:
-    """Raises TypeError, with the hint at its end, unless it is an engine that is no trainer."""
+    """Raises TypeError, with the hint at its end, unless `evaluator` is an engine and not a trainer."""
     if not isinstance(evaluator, Engine) or isinstance(evaluator, Trainer):
         raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}{hint}")
 

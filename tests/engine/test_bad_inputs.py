@@ -730,7 +730,7 @@ def test_each_handler_is_attached_by_itself():
 
 
 def test_a_handler_that_is_derived_from_a_ready_made_one_attaches():
-    """Also where its own `attach` calls that of its class, and again in another one."""
+    """Also where its own `attach` calls the `attach` of its class, and again in another handler."""
 
     class Metrics(TrainingMetrics):
         def attach(self, trainer: Any, event: Any = Events.ITERATION_COMPLETED) -> Any:

@@ -173,7 +173,7 @@ def both(model: nn.Module, micro_batch: Any) -> ForwardOutput:
 
 
 def test_each_term_of_a_loss_has_its_own_denominator() -> None:
-    """Over all micro-batches of the update: the Hessian is that of the loss which the update has stepped along."""
+    """Over all micro-batches of the update: the loss of the Hessian is the loss of the update."""
     model, data = net(), batches()[:2]
     options = UpdateOptions(sample_sizes=lambda pair: {"own": len(pair[1]), "norm": len(pair[1]) ** 2})
     trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), both, accumulation_steps=2, options=options)

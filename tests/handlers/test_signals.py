@@ -51,7 +51,7 @@ def test_a_trainer_has_one(same: bool) -> None:
 
 
 def test_two_trainers_at_a_time_have_one_each() -> None:
-    """The second would have taken the first one's handlers for those that were there before it."""
+    """The second would have put the handlers of the first back at its end, in place of the script's."""
     before, outer, inner, stop = installed(), make("auto"), make("auto"), StopOnSignal()
     for trainer in (outer, inner):
         stop.attach(trainer)

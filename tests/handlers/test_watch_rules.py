@@ -199,7 +199,7 @@ UNEVEN: dict[str, tuple[list[Any], list[tuple[int, ...]], str]] = {
 
 @pytest.mark.parametrize("case", UNEVEN)
 def test_who_has_left_a_session_too_early(case: str) -> None:
-    """Found when it and those that wait in a later update have said so three times more; of one that is gone once is enough."""
+    """It counts once the leaver and the waiting ranks have said so three times more; a rank that is gone need not repeat it."""
     reports, beats, expected = UNEVEN[case]
     watch = watch_of(reports, 0.0)
     found = []
@@ -885,7 +885,7 @@ def test_a_request_from_the_terminal_is_one_line(
 
 
 def test_only_a_session_that_is_left_without_an_exception_counts_as_left() -> None:
-    """Its rank is still in the closing events then; a later run or session begins anew."""
+    """Its rank is still in the closing events then; a later run or session forgets it."""
     model = torch.nn.Linear(1, 1)
     trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).sum())
     seen: list[bool] = []

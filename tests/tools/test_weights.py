@@ -337,7 +337,7 @@ def _into_tied_shards(directory: str) -> Any:
 
 @pytest.mark.slow
 def test_tied_weights_of_a_sharded_model(tmp_path: Path) -> None:
-    """One name is enough, and two with other numbers are refused, also by a resume, and on the rank without a row."""
+    """A file needs one of their names. Two names with different numbers are refused, by a resume too, also without a row."""
     torch.manual_seed(5)
     model = rows()
     state = model.state_dict()
