@@ -83,6 +83,14 @@ class WaitWarnings:
         return sum(_WAIT in str(warning.message) for warning in self._caught)
 
 
+def fitting(gigabytes: float) -> int:
+    """How many processes that take so much memory the device has room for; 4 on the CPU."""
+    if not torch.cuda.is_available():
+        return 4
+    _, in_all = torch.cuda.mem_get_info()
+    return max(1, int(in_all / 1e9 / gigabytes))
+
+
 def driver_version() -> str:
     """As `nvidia-smi` says."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

@@ -7,6 +7,7 @@ of every update. `Outcome.check_against` sees to it that all of them did the sam
 from __future__ import annotations
 
 import logging
+import math
 import os
 import statistics
 import time
@@ -235,6 +236,16 @@ def by_hand(work: Work) -> Outcome:
     return _by_hand(work)
 
 
+def by_hand_reading(work: Work) -> Outcome:
+    """The same, and the loop reads loss and norm before it goes on, as one must who ends a run that is not finite at once."""
+
+    def read(update: int, loss: Tensor, norm: Tensor | float) -> None:
+        if not math.isfinite(loss.item() + float(norm)):
+            raise FloatingPointError(f"update {update} is not finite")
+
+    return _by_hand(work, read)
+
+
 def by_hand_with_blocking_sum(work: Work) -> Outcome:
     """The same, and the statistics of each update are summed over ranks when it is over."""
 
@@ -396,7 +407,7 @@ def check_compiled(trainer: Trainer) -> None:
         raise AssertionError(f"updates are not compiled as a whole, since {gather._obstacle}")
 
 
-def trainer_of(work: Work, *, compiled: bool | Literal["update"] = False, fast: bool = True) -> Trainer:
+def trainer_of(work: Work, *, compiled: bool | Literal["update"] | dict[str, Any] = False, fast: bool = True) -> Trainer:
     """A trainer with nothing attached; `fast=False` leaves accelerations out."""
     return create_trainer(
         work.model if work.reduction == "explicit" else work.wrapped(),

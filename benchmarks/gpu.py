@@ -70,7 +70,7 @@ PARTS = {
     "optimizer": Part(
         "optimizer_phase.py",
         "Optimizer phase",
-        ("--device", "cuda", *SIZES),
+        ("--device", "cuda", *SIZES, "--tensors", "192"),
         ("--parameters", "1", "--tensors", "16", "--repetitions", "1"),
         1.5,
     ),

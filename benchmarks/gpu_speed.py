@@ -18,7 +18,7 @@ from typer import Option
 
 import contestants
 import peers
-from card import card, peak_flop_per_second, product_flop_per_second
+from card import card, fitting, peak_flop_per_second, product_flop_per_second
 from contestants import BY_HAND, IGNITE_TRAIN, REFERENCE
 from gpt2 import VOCABULARY, Training
 from interleaving import MIN_REPETITIONS, table
@@ -26,8 +26,14 @@ from turns import Contest, Entry, Result
 
 DEFAULTS = "ignite_train, attach_defaults, logging every 50"
 UPDATE = 'ignite_train, compile="update"'
-LOOPS = BY_HAND | {name: IGNITE_TRAIN[name] for name in ("ignite_train", DEFAULTS)} | peers.PEERS
-AT_ONCE = 4  # 14 GB each at GPT-2's size
+READING = "by hand, reading loss and norm of each update"
+LOOPS = (
+    BY_HAND
+    | {READING: contestants.by_hand_reading}
+    | {name: IGNITE_TRAIN[name] for name in ("ignite_train", DEFAULTS)}
+    | peers.PEERS
+)
+GIGABYTES = 14.0  # of each at GPT-2's size
 TOLERANCE = 0.2  # for distance, loss and norm: in bf16 AdamW makes more of the order of additions than in fp32
 HEAD = ["loop", "tokens/s", "time, by hand = 1 (quartiles)", "use of the card", "peak GiB", "parameters apart"]
 
@@ -74,7 +80,7 @@ def main(
     print(f"{tasks[0]}, of which only the number of steps changes.")
     for number, way in enumerate(ways, start=1):
         everyone = entries(compiled=way == "with", only=only)
-        contest = Contest(everyone, tasks, at_once=AT_ONCE, tolerance=TOLERANCE)
+        contest = Contest(everyone, tasks, at_once=fitting(GIGABYTES), tolerance=TOLERANCE)
         until = started + seconds * number / len(ways)
         turn = 0.05 if dry_run else 1.0
         for training, result in contest.results(turn_seconds=turn, repetitions=1 if dry_run else repetitions, until=until):

@@ -37,9 +37,9 @@ def mean_loss(model: nn.Module, micro_batch: tuple[Tensor, Tensor]) -> Tensor:
     return cross_entropy(model(x), y)
 
 
-def model_compiled(work: Work) -> Outcome:
-    """This library with `compile=True`."""
-    return contestants.run_trainer(work, contestants.trainer_of(work, compiled=True))
+def model_compiled(work: Work, *, how: bool | dict[str, Any] = True) -> Outcome:
+    """This library with `compile=True`, or with options of `torch.compile`."""
+    return contestants.run_trainer(work, contestants.trainer_of(work, compiled=how))
 
 
 ENTRIES = {
@@ -48,6 +48,7 @@ ENTRIES = {
     'by hand, torch.compile(mode="reduce-overhead")': Entry(contestants.by_hand, {"mode": "reduce-overhead"}),
     "ignite_train": Entry(contestants.ignite_train),
     "ignite_train, compile=True": Entry(model_compiled),
+    'ignite_train, compile={"mode": "reduce-overhead"}': Entry(partial(model_compiled, how={"mode": "reduce-overhead"})),
     'ignite_train, compile="update"': Entry(contestants.ignite_train_compiled),
 }
 

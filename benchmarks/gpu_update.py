@@ -23,7 +23,7 @@ from card import card, now, profiler, settle, wait_for
 from contestants import REFERENCE, WITHOUT_FAST
 from gpt2 import VOCABULARY, Training
 from gpu_speed import DEFAULTS, UPDATE
-from gpu_tiny import TinyTraining
+from gpu_tiny import ENTRIES, TinyTraining
 from interleaving import table
 from own_process import one_after_the_other
 from turns import Entry, Task
@@ -34,7 +34,8 @@ LARGE = {
     DEFAULTS: Entry(contestants.ignite_train_with_defaults),
     f"ignite_train, {WITHOUT_FAST}": Entry(partial(contestants.ignite_train, fast=False)),
 }
-SMALL = LARGE | {UPDATE: Entry(contestants.ignite_train_compiled)}  # at GPT-2's size it compiles for minutes
+# At GPT-2's size an update that is compiled as a whole compiles for minutes.
+SMALL = LARGE | {name: ENTRIES[name] for name in ENTRIES if "reduce-overhead" in name or name == UPDATE}
 BLOCKS, PROFILED = 4, 3
 SECONDS = 150.0  # to wait for a loop, which may have to compile
 HEAD = ["loop", "an update, by blocks", "kernels", "launches", "CUDA graphs", "waits of the host"]

@@ -244,10 +244,11 @@ class Contest(Generic[SomeTask]):
 
     def _prepare(self) -> None:
         """Has all of them make the first updates, which compiles their models, and compares what came out."""
-        names = list(self._entries)
+        reference, *others = self._entries
         found: dict[str, tuple[torch.Tensor, Outcome]] = {}
-        for begin in range(0, len(names), self._at_once):
-            chunk = names[begin : begin + self._at_once]
+        # The reference is first and alone: where models are compiled the others find its kernels in torch's cache.
+        chunks = (others[begin : begin + self._at_once] for begin in range(0, len(others), self._at_once))
+        for chunk in ([reference], *chunks):
             for name in chunk:
                 self._attempt(name, partial(self._processes[name].send, "begin"))
             for name in chunk:
@@ -258,7 +259,6 @@ class Contest(Generic[SomeTask]):
                         torch.from_numpy(start),
                         Outcome(outcome.losses, outcome.norms, torch.from_numpy(outcome.parameters)),
                     )
-        reference = names[0]
         if reference not in found:
             raise ProcessFailedError(f"{reference}: {self._result.failed[reference]}")
         for name, (start, outcome) in found.items():

@@ -193,6 +193,53 @@ def test_a_compiled_update_runs_as_cuda_graphs(compiled: Any, steps: int, caplog
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5)
 
 
+class Classifier(nn.Sequential):
+    """Torch does not compile a bare `Sequential`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        logits: Tensor = super().forward(x)
+        return logits
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("fresh_graphs")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_that_is_recorded(precision: Any) -> None:
+    """With `compile={"mode": "reduce-overhead"}`, a skipped update among them: the updates are those without compiling."""
+    near = 1e-4 if precision == "fp32" else 2e-2
+    ends = []
+    for compile_ in (False, {"mode": "reduce-overhead"}):
+        torch.manual_seed(0)
+        model = Classifier(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 10)).to("cuda")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        trainer = create_trainer(
+            model,
+            optimizer,
+            forward,
+            max_grad_norm=1.0,
+            precision=precision,
+            compile=compile_,
+            **with_options(on_nonfinite="skip"),
+        )
+        numbers, profiler = numbers_of(trainer), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=9), profiler.start)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=12), profiler.stop)
+        batches = data()[:16]
+        batches[6] = (torch.full_like(batches[0][0], torch.nan), batches[0][1])
+        trainer.run(batches, max_epochs=1)
+        events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+        launches = sum(event.name() == "cudaGraphLaunch" for event in events)
+        ends.append((launches, numbers, [parameter.detach().cpu() for parameter in model.parameters()]))
+    (launched, plain, plain_ends), (recorded, graphs, graph_ends) = ends
+    assert (launched, recorded) == (0, 8)  # forward and backward of four updates
+    assert [one[2] is None for one in graphs] == [index != 6 for index in range(16)]
+    for one, other in zip(graphs[:6] + graphs[7:], plain[:6] + plain[7:], strict=True):
+        assert one[:2] == pytest.approx(other[:2], rel=near)
+    for mine, other in zip(graph_ends, plain_ends, strict=True):
+        torch.testing.assert_close(mine, other, rtol=near, atol=near / 10)
+
+
 @pytest.mark.nightly
 @pytest.mark.usefixtures("fresh_graphs")
 @compiling.lets_torch_read_grad
