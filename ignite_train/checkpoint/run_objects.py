@@ -83,9 +83,22 @@ class SavedModule:
         return {plain_name(name): value for name, value in self.module.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Hands it to the module."""
-        with _writable_buffers(self.module):
-            self.module.load_state_dict({name: state_dict[plain_name(name)] for name in self.module.state_dict()})
+        """Hands it to the module, which copies parameters and buffers to where its own are.
+
+        Other tensors, such as the states of a metric of torchmetrics, are taken as they are, so they are moved before.
+        """
+        module = self.module
+        copied = {
+            name
+            for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        }
+        state = {}
+        for name, there in module.state_dict().items():
+            saved = state_dict[plain_name(name)]
+            is_moved = name not in copied and isinstance(there, Tensor) and isinstance(saved, Tensor)
+            state[name] = saved.to(there.device) if is_moved else saved
+        with _writable_buffers(module):
+            module.load_state_dict(state)
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers in the state."""

@@ -29,6 +29,7 @@ from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.tree import ComposedTensor, KeyPath, TensorForm, class_name, decode, is_composed, tensors_in
 from ignite_train.engine.dispatch import Stateful
 from ignite_train.errors import CheckpointError
+from ignite_train.evaluation.load_metric import load_metric
 from ignite_train.internals.of_torch import LATEST_RATES, parts_of_schedule, pytree
 from ignite_train.model.optimizers import each_optimizer
 from ignite_train.model.random_state import check_generators, restore_random_state, seed_new_rank
@@ -318,6 +319,8 @@ def _load(entry: Stateful, saved: Any) -> None:
         entry.load_state_dict(saved)
     elif isinstance(entry, SavedOptimizer):
         entry.load_state_dict(_copied(saved))
+    elif isinstance(entry, Metric):
+        load_metric(entry, copy.deepcopy(saved))
     else:
         entry.load_state_dict(copy.deepcopy(saved))
 

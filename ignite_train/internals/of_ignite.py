@@ -12,8 +12,10 @@ from operator import attrgetter, methodcaller
 from typing import Any
 
 import ignite.distributed as idist
+import torch
 from ignite.distributed.comp_models.base import ComputationModel, _SerialModel
 from ignite.engine import CallableEventWithFilter, Engine, State, _prepare_batch
+from ignite.metrics import Metric
 
 __all__ = [
     "EVERY_NTH",
@@ -24,9 +26,11 @@ __all__ = [
     "add_event_attributes",
     "computation_model",
     "computation_model_now",
+    "device_of_metric",
     "handlers_by_event",
     "prepare_as_ignite",
     "registered_events",
+    "states_of_metric",
 ]
 
 # A handler as an engine stores it: itself, its positional and its named arguments. The first of them is a weak reference to the
@@ -38,6 +42,8 @@ handlers_by_event: Callable[[Engine], dict[Any, list[Entry]]] = attrgetter("_eve
 registered_events: Callable[[Engine], Sequence[Any]] = attrgetter("_allowed_events")
 # Gives a state an attribute for each counter of its `event_to_attr`, as an engine does when it is made.
 add_event_attributes: Callable[[State], None] = methodcaller("_update_attrs")
+# The names of the attributes that are the state of a metric.
+states_of_metric: Callable[[Metric], Sequence[str]] = attrgetter("_state_dict_all_req_keys")
 # The attribute of a handler with a filter that is a weak reference to the handler without: by it Ignite finds what to remove.
 PARENT = "_parent"
 # The code of a filter `every=n`, whose one nonlocal is `every`: what tells it from a filter of the user's.
@@ -66,6 +72,11 @@ class OpenEngine(Engine):
 
     def _handler_wrapper(self, handler: Callable[..., Any], event_name: Any, event_filter: Any) -> Callable[..., Any]:
         return self._filtered(handler, event_name, event_filter)
+
+
+def device_of_metric(metric: Metric) -> torch.device | None:
+    """The device on which a metric adds up; None for one that has not called the constructor of Ignite's class."""
+    return vars(metric).get("_device")  # a metric has an answer to `getattr` for each name: a function of itself
 
 
 def computation_model_now() -> ComputationModel:

@@ -11,6 +11,7 @@ from ignite.metrics import Metric
 
 from ignite_train.arguments import MAPPING, SEQUENCE, check_fields, describe
 from ignite_train.engine.dispatch import stateful_handlers
+from ignite_train.evaluation.load_metric import load_metric
 from ignite_train.evaluation.uneven_metrics import metrics_published_at, uneven_metrics
 from ignite_train.events import TrainEvents
 from ignite_train.metrics import is_published_metric
@@ -152,12 +153,12 @@ class _MetricOfTraining:
         if not is_of_these_ranks:
             self._warn_of_other_ranks(len(seen))
         for key, entry in parts.items():
-            if isinstance(entry, Metric) and not is_of_these_ranks:
+            if not isinstance(entry, Metric):
+                entry.load_state_dict(state_dict[key])
+            elif is_of_these_ranks:
+                load_metric(entry, state_dict[key])
+            else:
                 entry.reset()
-                continue
-            if isinstance(entry, Metric):
-                _make_room(entry, next(iter(state_dict[key].values()))[collectives.rank()])
-            entry.load_state_dict(state_dict[key])
 
     def _warn_of_other_ranks(self, number: int) -> None:
         """Says that another number of ranks cannot divide what the ranks of the checkpoint have counted."""
@@ -167,10 +168,3 @@ class _MetricOfTraining:
                 f"metric {self._name!r} starts from the beginning, because the checkpoint has what {number} ranks have "
                 f"counted, and there are {collectives.world_size()}"
             )
-
-
-def _make_room(metric: Metric, saved: Mapping[str, Any]) -> None:
-    """Lists get the lengths of those that are loaded: Ignite loads a list, of predictions say, only over one as long."""
-    for name, value in saved.items():
-        if isinstance(value, list) and isinstance(vars(metric).get(name), list):
-            setattr(metric, name, list(value))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ignite_train import ForwardOutput, TrainEvents, create_evaluator, create_trainer
+from ignite_train.checkpoint.run_objects import SavedModule
 from ranks import run_ranks
 from tiers import nightly
 
@@ -108,3 +109,13 @@ def test_torchmetrics_are_those_of_the_predictions() -> None:
         f1 = [2 * hit / ((guessed == k).sum() + (y == k).sum()) for k, hit in enumerate(hits)]
         assert found["accuracy"] == pytest.approx(float(sum(hits)) / 10)
         assert found["f1"] == pytest.approx(float(sum(f1)) / 3)
+
+
+def test_persistent_states_come_back_where_the_metric_adds_up() -> None:
+    """A checkpoint gives them on the CPU, and torchmetrics takes them as they are; here the metric is on another device."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+    here, there = (torchmetrics.classification.MulticlassAccuracy(num_classes=3).to(place) for place in ("cpu", "meta"))
+    for metric in (here, there):
+        metric.persistent(True)
+    SavedModule(there).load_state_dict(SavedModule(here).state_dict())
+    assert [value.device.type for value in there.state_dict().values()] == ["meta"] * 4

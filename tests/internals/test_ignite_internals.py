@@ -14,6 +14,7 @@ import ignite.distributed
 import pytest
 import torch
 from ignite.engine import CallableEventWithFilter, Engine, Events, State
+from ignite.metrics import Accuracy
 
 from ignite_train.internals.of_ignite import (
     EVERY_NTH,
@@ -23,9 +24,11 @@ from ignite_train.internals.of_ignite import (
     add_event_attributes,
     computation_model,
     computation_model_now,
+    device_of_metric,
     handlers_by_event,
     prepare_as_ignite,
     registered_events,
+    states_of_metric,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -148,6 +151,19 @@ def open_engine() -> bool:
     return [*dict.fromkeys(calls)] == ["filter", "check"]
 
 
+def metric_device() -> bool:
+    """`Metric._device` is the device that a metric was made with, and on which it adds up."""
+    metric = Accuracy(device="meta")
+    return device_of_metric(metric) == vars(metric)["_num_correct"].device == torch.device("meta")
+
+
+def metric_states() -> bool:
+    """`Metric._state_dict_all_req_keys` has the names of the attributes that `state_dict` saves for a rank."""
+    metric = Accuracy()
+    ((saved,),) = metric.state_dict().values()
+    return [*saved] == [*states_of_metric(metric)] and saved.keys() <= vars(metric).keys()
+
+
 # Each private name, and what must be true of it.
 PARTS: dict[str, tuple[Callable[[], bool], ...]] = {
     "_event_handlers": (event_handlers, one_dict_of_handlers, new_list_where_one_is_removed),
@@ -160,6 +176,8 @@ PARTS: dict[str, tuple[Callable[[], bool], ...]] = {
     "_SerialModel": (answering_model,),
     "_need_to_sync": (answering_model,),
     "_prepare_batch": (prepare_batch,),
+    "_device": (metric_device,),
+    "_state_dict_all_req_keys": (metric_states,),
 }
 
 

@@ -1,0 +1,147 @@
+"""Metrics of Ignite that come back with a checkpoint: each tensor on the device where its metric adds up, and no value lost.
+
+A checkpoint gives tensors on the CPU. Here the other device is `meta`, which every machine has and which holds no values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from ignite.metrics import Accuracy, ConfusionMatrix, EpochMetric, Loss, Metric, MetricGroup, Precision, Recall, RunningAverage
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils import _pytree as pytree
+
+from ignite_train import CheckpointError, Trainer, attach_metric, create_supervised_trainer
+from ignite_train.handlers import Checkpoint
+
+Make = Callable[[str], Metric]
+
+
+class StopError(Exception):
+    """Ends a run before the metric sees another micro-batch."""
+
+
+class Apart(Metric):
+    """Keeps its tensors where it wants, whatever the device that it was given."""
+
+    _state_dict_all_req_keys = ("total",)
+
+    def __init__(self, place: str, device: str) -> None:
+        self.place = place
+        super().__init__(device=device)
+
+    def reset(self) -> None:
+        self.total = torch.zeros(3, device=self.place)
+
+    def update(self, output: Any) -> None:
+        self.total += output[0].detach().sum(0).to(self.place)
+
+    def compute(self) -> Any:
+        return self.total.clone()
+
+
+class WithoutDevice(Apart):
+    """Does not call the constructor of Ignite's class, and so has no device."""
+
+    def __init__(self, place: str) -> None:
+        self.place, self._skip_unrolling, self._metrics_result_mode = place, False, "both"
+        self._output_transform = lambda output: output
+        self.reset()
+
+
+def lists(device: str) -> Metric:
+    """Keeps all predictions and targets in lists, which are empty before the first."""
+    return EpochMetric(lambda x, y: float(x.sum() + y.sum()), check_compute_fn=False, device=device)
+
+
+def f1(device: str) -> Metric:
+    """A function of two metrics, which is a metric too."""
+    precision, recall = Precision(average=False, device=device), Recall(average=False, device=device)
+    return (precision * recall * 2 / (precision + recall + 1e-20)).mean()
+
+
+# Some hold tensors before they have seen a sample; others hold zeros, None or empty lists.
+METRICS: dict[str, Make] = {
+    "accuracy": lambda device: Accuracy(device=device),
+    "loss": lambda device: Loss(cross_entropy, device=device),
+    "confusion": lambda device: ConfusionMatrix(3, device=device),
+    "precision": lambda device: Precision(average=False, device=device),
+    "lists": lists,
+    "running": lambda device: RunningAverage(output_transform=lambda output: output[0].sum(), device=device),
+    "running-metric": lambda device: RunningAverage(Accuracy(device=device)),
+    "function": f1,
+    "group": lambda device: MetricGroup({"accuracy": Accuracy(device=device), "lists": lists(device)}),
+    "apart": lambda device: Apart(device, "cpu"),
+    "without-device": WithoutDevice,
+}
+
+
+def make(directory: Path, metric: Metric, way: str) -> Trainer:
+    """A trainer whose checkpoints have the metric: attached with ours, with Ignite's, or named in `to_save` too."""
+    torch.manual_seed(5)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pair = {"output_transform": lambda x, y, y_pred, loss: (y_pred, y)}
+    trainer = create_supervised_trainer(model, optimizer, cross_entropy, **pair)
+    if way == "attach_metric":
+        attach_metric(trainer, metric, "kept")
+    else:
+        metric.attach(trainer, "kept")
+    Checkpoint(directory, to_save={"kept": metric} if way == "to_save" else {}).attach(trainer)
+    return trainer
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(5, 4, generator=generator), torch.randint(0, 3, (5,), generator=generator)) for _ in range(4)]
+
+
+def devices_after_resume(directory: Path, make_metric: Make, way: str, device: str) -> set[str]:
+    """Where the tensors of a metric on `device` lie when a run resumes that has counted on the CPU."""
+    make(directory, make_metric("cpu"), way).run(batches(), max_iters=2)
+    metric = make_metric(device)
+    trainer = make(directory, metric, way)
+
+    @trainer.on(Events.ITERATION_STARTED)
+    def stop() -> None:
+        assert trainer.state.iteration == 3
+        raise StopError("seen enough")
+
+    # The next save is tried before the first update, and tensors on `meta` cannot be stored, which says that they are there.
+    with pytest.raises((StopError, CheckpointError), match=r"seen enough|a tensor that is sparse, quantized or without data"):
+        trainer.run(batches(), max_iters=4)
+    return {leaf.device.type for leaf in pytree.tree_leaves(dict(metric.state_dict())) if isinstance(leaf, Tensor)}
+
+
+ALL = [*((name, "attach_metric") for name in METRICS), *product(("accuracy", "group", "without-device"), ("attach", "to_save"))]
+HARD = [*product(("running-metric", "lists", "function", "group"), ("attach_metric", "attach", "to_save"))]
+
+
+@pytest.mark.parametrize(("name", "way"), ALL)
+def test_tensors_come_back_where_the_metric_adds_up(tmp_path: Path, name: str, way: str) -> None:
+    """A metric on an accelerator adds there, so a sum that came back on the CPU would end the run with an error of torch."""
+    assert devices_after_resume(tmp_path, METRICS[name], way, "meta") == {"meta"}
+
+
+def test_tensors_that_a_metric_keeps_elsewhere_stay_there(tmp_path: Path) -> None:
+    """Where the metric holds a tensor now, its own place counts, and not the device that it was given."""
+    assert devices_after_resume(tmp_path, lambda device: Apart("cpu", device), "attach_metric", "meta") == {"cpu"}
+
+
+@pytest.mark.parametrize(("name", "way"), HARD)
+def test_a_metric_is_that_of_a_run_that_was_not_cut(tmp_path: Path, name: str, way: str) -> None:
+    """Cut within an epoch and resumed, it has the same value: also a function of metrics, and lists inside of a group."""
+    values = []
+    for directory, limits in (("cut", [2, 4]), ("whole", [4])):
+        for limit in limits:
+            trainer = make(tmp_path / directory, METRICS[name]("cpu"), way)
+            trainer.run(batches(), max_iters=limit)
+        values.append(torch.as_tensor(trainer.state.metrics["accuracy" if name == "group" else "kept"]))
+    torch.testing.assert_close(*values, rtol=0, atol=0)
