@@ -237,7 +237,7 @@ def by_hand(work: Work) -> Outcome:
 
 
 def by_hand_reading(work: Work) -> Outcome:
-    """The same, and the loop reads loss and norm before it goes on, as one must who ends a run that is not finite at once."""
+    """The same, and the loop reads loss and norm of each update, as it must to end a run that is not finite at once."""
 
     def read(update: int, loss: Tensor, norm: Tensor | float) -> None:
         if not math.isfinite(loss.item() + float(norm)):

@@ -58,7 +58,7 @@ class Blocks:
         self.seconds: list[float] = []
 
     def __len__(self) -> int:
-        return (self._first + BLOCKS * self._updates + PROFILED + 1) * self._task.steps
+        return (self._first + BLOCKS * self._updates + PROFILED + 2) * self._task.steps
 
     def __iter__(self) -> Iterator[Any]:
         started, end = 0.0, self._first + BLOCKS * self._updates
@@ -70,11 +70,18 @@ class Blocks:
                     self.seconds.append((moment - started) / self._updates)
                 started = moment
             if place == 0 and update == end:
+                self._profiler.start()  # an update for nothing: of the first that is profiled a part is missing
+            if place == 0 and update == end + 1:
+                self._stop()
+                self._profiler = profiler(self._task.device)
                 self._profiler.start()
-            if place == 0 and update == end + PROFILED:
-                wait_for(self._task.device)
-                self._profiler.stop()
+            if place == 0 and update == end + 1 + PROFILED:
+                self._stop()
             yield self._batches[index % len(self._batches)]
+
+    def _stop(self) -> None:
+        wait_for(self._task.device)
+        self._profiler.stop()
 
     def numbers(self) -> list[float]:
         """Kernels, launches, launches of graphs, and waits of the host, for an update."""

@@ -231,7 +231,7 @@ def print_ways(millions: float, pieces: int, device: str, num_threads: Sequence[
         with threads(number):
             rounds = interleave(phases, repetitions=repetitions, bracket=False, until=until)
         where = f"threads: {number}" if device == "cpu" else card()
-        took = f"the floor takes {rounds.typical(FLOOR) * 1e3:.3g} ms"
+        took = f"the floor takes {rounds.typical(FLOOR) * 1e3:.3g} ms; rounds: {len(rounds.pairs[FLOOR])}"
         print(f"\n{millions:g} M parameters in {pieces} tensors, {where}; {took}.\n")
         print(
             table(["way", "ratio to the floor (quartiles)"], [[name, rounds.ratios(name).show()] for name in WAYS]), flush=True

@@ -85,7 +85,7 @@ class SavedModule:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Hands it to the module, which copies parameters and buffers to where its own are.
 
-        Other tensors, such as the states of a metric of torchmetrics, are taken as they are, so they are moved before.
+        Other tensors, such as the states of a metric of torchmetrics, are not copied but replaced, so they are moved before.
         """
         module = self.module
         copied = {

@@ -19,8 +19,8 @@ __all__ = ["load_metric"]
 def load_metric(metric: Metric, state_dict: Mapping[str, Any]) -> None:
     """Loads a state into a metric, and into the metrics inside of it, with each tensor where the metric adds up.
 
-    A checkpoint gives tensors on the CPU, and Ignite's `load_state_dict` takes them as they are; the next micro-batch on an
-    accelerator would then end the run. A tensor goes to the device of the one that it replaces. Where there was none, as in
+    A checkpoint gives tensors on the CPU, and Ignite's `load_state_dict` leaves them there; the next micro-batch on an
+    accelerator would then end the run. A tensor goes to the device of the tensor that it replaces. Where there was none, as in
     metrics that begin with a zero, None or an empty list, it goes to the device that the metric was made with.
     """
     ranks = next(iter(state_dict.values()), None)
@@ -34,7 +34,7 @@ def load_metric(metric: Metric, state_dict: Mapping[str, Any]) -> None:
 
 
 def _metrics_in(metric: Metric) -> Iterator[Metric]:
-    """The metric, and those that it holds: of a group, or the arguments of a function."""
+    """The metric, and the metrics that it holds: of a group, or the arguments of a function."""
     yield metric
     for leaf in pytree.tree_leaves([*vars(metric).values()]):
         if isinstance(leaf, Metric):

@@ -15,6 +15,8 @@ import ignite.distributed as idist
 import pytest
 import torch
 from ignite.engine import Events
+from ignite.metrics import Accuracy, EpochMetric
+from ignite.metrics import Loss as MeanLoss
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,6 +34,7 @@ from ignite_train import (
     TorchLossScaling,
     Trainer,
     UpdateOptions,
+    attach_metric,
     create_evaluator,
     create_trainer,
 )
@@ -486,6 +489,33 @@ def test_a_resumed_run_ends_with_the_same_bits(device: torch.device, tmp_path: P
     whole = run(tmp_path / "whole", seed=3, max_epochs=2)
     run(tmp_path / "broken", seed=3, max_iters=UPDATES // 2 + 1)
     assert run(tmp_path / "broken", seed=4, max_epochs=2) == whole
+
+
+def test_metrics_of_a_resumed_run(device: torch.device, tmp_path: Path) -> None:
+    """Metrics of Ignite that add up on the device have the values of an uninterrupted run after a resume in the epoch."""
+
+    def run(place: Path, **until: int) -> dict[str, Any]:
+        model = make_model(device)
+
+        def forward(model: nn.Module, batch: Batch) -> ForwardOutput:
+            logits = model(batch[0])
+            return ForwardOutput(cross_entropy(logits, batch[1], reduction="sum"), len(batch[1]), outputs=(logits, batch[1]))
+
+        def share_of_ones(_predicted: Tensor, y: Tensor) -> float:
+            return float((y == 1).float().mean())
+
+        trainer = sgd_trainer(model, forward)
+        attach_metric(trainer, Accuracy(device=device), "accuracy")
+        attach_metric(trainer, MeanLoss(cross_entropy, device=device), "mean_loss")
+        attach_metric(trainer, EpochMetric(share_of_ones, check_compute_fn=False, device=device), "share_of_ones")
+        Checkpoint(place, every=1).attach(trainer)
+        trainer.run(batches(), **until)
+        return {name: float(value) for name, value in trainer.state.metrics.items()}
+
+    whole = run(tmp_path / "whole", max_epochs=1)
+    assert run(tmp_path / "broken", max_iters=3) == {}  # they are computed when the epoch ends
+    assert run(tmp_path / "broken", max_epochs=1) == whole
+    assert {*whole} == {"accuracy", "mean_loss", "share_of_ones"}
 
 
 @pytest.mark.slow

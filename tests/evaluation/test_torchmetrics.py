@@ -112,7 +112,7 @@ def test_torchmetrics_are_those_of_the_predictions() -> None:
 
 
 def test_persistent_states_come_back_where_the_metric_adds_up() -> None:
-    """A checkpoint gives them on the CPU, and torchmetrics takes them as they are; here the metric is on another device."""
+    """A checkpoint gives them on the CPU, and torchmetrics leaves them there; here the metric is on another device."""
     torchmetrics = pytest.importorskip("torchmetrics")
     here, there = (torchmetrics.classification.MulticlassAccuracy(num_classes=3).to(place) for place in ("cpu", "meta"))
     for metric in (here, there):
