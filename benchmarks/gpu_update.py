@@ -126,8 +126,8 @@ def main(
     until = time.perf_counter() + 60 * minutes
     size = (2, 64, 16, 2, 128, "cpu") if dry_run else (12, 768, 1024, 8, VOCABULARY, "cuda")
     tasks: list[tuple[Task, dict[str, Entry], int]] = [
-        (Training(*size, accumulation), LARGE, 2 if dry_run else 20),
         (TinyTraining("MLP of width 64", size[-1], accumulation), SMALL, 4 if dry_run else 200),
+        (Training(*size, accumulation), LARGE, 2 if dry_run else 20),
     ]
     print(f"{card()}.")
     for task, everyone, updates in tasks:
