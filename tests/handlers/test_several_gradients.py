@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import cuts
 from ignite_train import ForwardContractError, ForwardOutput, Trainer, TrainEvents, UpdateOptions, create_trainer
 from ignite_train.handlers import SeveralGradients
+from meshes import on_cpu
 from ranks import run_ranks
 
 NUM_UPDATES = 4
@@ -293,7 +294,7 @@ def test_what_it_cannot_do_is_refused() -> None:
 
 
 def sharded() -> str:
-    model = fully_shard(Heads())
+    model = fully_shard(Heads(), mesh=on_cpu())
     with pytest.raises(TypeError) as raised:
         SeveralGradients(weigh).attach(make(model))
     return str(raised.value)

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train.internals import of_distributed
+from meshes import on_cpu
 from ranks import Ranks
 
 
@@ -154,8 +155,8 @@ def unfinished_reducer() -> bool:
 def groups_of_fsdp() -> bool:
     """Each module that `fully_shard` was applied to has one group, with its parameters; no other module has one."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    fully_shard(model[0])
-    fully_shard(model)
+    fully_shard(model[0], mesh=on_cpu())
+    fully_shard(model, mesh=on_cpu())
     groups = of_distributed.parameter_groups(model)
     return (
         sorted(len(group.fsdp_params) for group in groups) == [2, 2] and of_distributed.parameter_groups(nn.Linear(1, 1)) == []
@@ -166,8 +167,8 @@ def forgotten_iteration() -> bool:
     """After a backward that left whole gradients on this rank, and a forward without one, the next update is as the first."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    fully_shard(model[0])
-    fully_shard(model)
+    fully_shard(model[0], mesh=on_cpu())
+    fully_shard(model, mesh=on_cpu())
     x = torch.arange(8.0).view(2, 4) * (1 + dist.get_rank())
 
     def gradients() -> list[torch.Tensor]:

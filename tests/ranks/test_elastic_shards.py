@@ -23,6 +23,7 @@ import elastic_script
 from ignite_train import MembersChangedError, TrainEvents, UnlikeParametersError, UpdateOptions, create_trainer
 from ignite_train.ranks import collectives, members, wrapping
 from ignite_train.ranks.wrapping import ReductionName
+from meshes import on_cpu
 from ranks import run_ranks
 from tiers import nightly, slow
 
@@ -141,7 +142,7 @@ def trained_on_two_ranks(changes: dict[int, int] | None, in_each: bool) -> tuple
     wrapping.check_elastic, wrapping.Members = lambda: NOWHERE, lambda _: OneReplica(changes)  # type: ignore[assignment, misc]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
-    fully_shard(model)
+    fully_shard(model, mesh=on_cpu())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     reduction: ReductionName = "auto" if changes is None else "elastic"
     options = UpdateOptions(reduction=reduction, reduce_each_micro_batch=in_each)
@@ -177,7 +178,7 @@ def use_other_parameters_on_each_rank() -> None:
         def forward(self, x: Tensor) -> Any:
             return self.parts[collectives.rank()](x)
 
-    model = fully_shard(OneOfTwo())
+    model = fully_shard(OneOfTwo(), mesh=on_cpu())
     optimizer, elastic = torch.optim.SGD(model.parameters(), lr=0.1), UpdateOptions(reduction="elastic")
     with pytest.raises(UnlikeParametersError):
         create_trainer(model, optimizer, forward, seed=1, options=elastic).run(loader(), max_epochs=1)

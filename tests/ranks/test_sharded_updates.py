@@ -16,6 +16,7 @@ from ignite_train import ForwardOutput, Trainer, TrainEvents, UnlikeParametersEr
 from ignite_train.model.gradients import Gradients
 from ignite_train.ranks import collectives
 from ignite_train.ranks.fsdp import SameParameters
+from meshes import on_cpu
 from ranks import run_ranks
 
 RATE = 0.1
@@ -78,8 +79,8 @@ def train(updates: list[list[list[str]]], each: bool, *, unused: bool = False, *
     """The error, if any, and the weights; `each`: the layers are sharded one by one too."""
     model = branches()
     for part in (model.left, model.right) if each else ():
-        fully_shard(part)
-    sharded = fully_shard(model)
+        fully_shard(part, mesh=on_cpu())
+    sharded = fully_shard(model, mesh=on_cpu())
     if unused:
         sharded.set_reduce_scatter_unused_params(True)
     trainer = make(model, len(updates[0][0]), **options)
@@ -188,8 +189,8 @@ class Broken(Exception):  # noqa: N818  # raised to end an update
 def break_off(place: str, number: int) -> tuple[int, list[float]]:
     """Runs, is broken off in micro-batch `number`, and runs on."""
     model = branches()
-    fully_shard(model.left)
-    fully_shard(model)
+    fully_shard(model.left, mesh=on_cpu())
+    fully_shard(model, mesh=on_cpu())
     trainer, breaks = make(model, 2), [place]
 
     def stop(*_: Any) -> None:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import meshes
 from ignite_train import ForwardOutput, UpdateOptions, create_trainer
-from meshes import Layout
+from meshes import Layout, on_cpu
 from ranks import Ranks
 from tiers import nightly, slow
 
@@ -143,7 +143,7 @@ def _sums(way: str, number: int, reduce_dtype: torch.dtype | None) -> list[float
         model = DistributedDataParallel(model)
         model.register_comm_hook(None, _in_bfloat16())
     else:
-        fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype), mesh=on_cpu())
     options = UpdateOptions(reduce_each_micro_batch=way == "each")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     trainer = create_trainer(
@@ -176,7 +176,7 @@ def _refused(what: str) -> str:
     layout = _layout(2, copies=False)
     model, options = meshes.new_model(layout), {"reduce_each_micro_batch": True}
     if what in ("gradient sync", "all reduce"):
-        fully_shard(model)
+        fully_shard(model, mesh=on_cpu())
         name = "set_requires_gradient_sync" if what == "gradient sync" else "set_requires_all_reduce"
         getattr(model, name)(False)
     elif what == "ddp":

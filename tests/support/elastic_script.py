@@ -33,6 +33,7 @@ from ignite_train import (
     create_trainer,
 )
 from ignite_train.handlers import Checkpoint, EarlyStopping, FailureBoard, HangWatch, LearningRateSchedule, Validation
+from meshes import on_cpu
 
 
 class Samples(torch.utils.data.Dataset):
@@ -68,9 +69,10 @@ def shard(model: nn.Module) -> None:
     if "RANK" not in os.environ:
         return
     dist.init_process_group("gloo")
+    mesh = on_cpu()
     for layer in model.children():
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 class History(Piggyback):

@@ -7,6 +7,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as over_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,6 +31,11 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.5),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
 }
+
+
+def on_cpu() -> DeviceMesh:
+    """All ranks, for `fully_shard`, which without a mesh moves a model to the accelerator of the machine, if there is one."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 class Net(nn.Module):

@@ -29,6 +29,7 @@ from ignite_train import (
     count_traffic,
     create_trainer,
 )
+from meshes import on_cpu
 from ranks import run_ranks
 from setups import Batch, Setup
 
@@ -428,7 +429,9 @@ def read_on(ranks: tuple[int, ...], way: str) -> list[float]:
     """The weights after updates in which a handler of these ranks looks at the gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    wrapped: nn.Module = DistributedDataParallel(model) if way == "ddp" else fully_shard(model) if way == "fsdp" else model
+    wrapped: nn.Module = (
+        DistributedDataParallel(model) if way == "ddp" else fully_shard(model, mesh=on_cpu()) if way == "fsdp" else model
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     trainer = create_trainer(
         wrapped,

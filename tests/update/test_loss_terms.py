@@ -27,6 +27,7 @@ from ignite_train import (
     only,
 )
 from ignite_train.handlers import LearningRateSchedule, ModelEMA, MomentumTeacher, TrainingMetrics
+from meshes import on_cpu
 from ranks import run_ranks
 from tiers import nightly
 
@@ -109,7 +110,7 @@ def on_ranks(shards: Sequence[Sequence[int]], way: str) -> tuple[list[float], di
     model = cuts.linear()
     wrapped = idist.auto_model(model) if way in ("ddp", "auto") else model
     if way == "fsdp":
-        fully_shard(model)
+        fully_shard(model, mesh=on_cpu())
     trainer = create_trainer(
         wrapped,
         torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE),

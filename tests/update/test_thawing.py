@@ -15,6 +15,7 @@ from ignite_train import Trainer, TrainEvents, UpdateOptions, create_evaluator, 
 from ignite_train.handlers import Validation
 from ignite_train.ranks import replicas
 from log_messages import messages_from_here
+from meshes import on_cpu
 from ranks import run_ranks
 
 RATE, MOMENTUM = 0.01, 0.9
@@ -258,8 +259,8 @@ def test_a_group_that_is_added_with_it_is_trained(moment: str) -> None:
 def train_shards() -> tuple[int, list[str]]:
     """Epochs that begin after an evaluation, which leaves whole parameters in the root; then a layer is added."""
     model, lines = layers(), messages_from_here()
-    fully_shard(model[0])
-    fully_shard(model)
+    fully_shard(model[0], mesh=on_cpu())
+    fully_shard(model, mesh=on_cpu())
     trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=RATE), mean_square)
     Validation(create_evaluator(model, mean_square), INPUTS).attach(trainer)
     trainer.run(INPUTS, max_epochs=2)
