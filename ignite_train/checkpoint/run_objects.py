@@ -88,15 +88,13 @@ class SavedModule:
         Other tensors, such as the states of a metric of torchmetrics, are not copied but replaced, so they are moved before.
         """
         module = self.module
-        copied = {
-            name
-            for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-        }
+        tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        copied = {plain_name(name) for name, _ in tensors}
         state = {}
         for name, there in module.state_dict().items():
             saved = state_dict[plain_name(name)]
-            is_moved = name not in copied and isinstance(there, Tensor) and isinstance(saved, Tensor)
-            state[name] = saved.to(there.device) if is_moved else saved
+            is_moved = plain_name(name) not in copied and isinstance(there, Tensor) and isinstance(saved, Tensor)
+            state[name] = saved.to(there.device, copy=True) if is_moved else saved  # the state may be put back once more
         with _writable_buffers(module):
             module.load_state_dict(state)
 

@@ -155,10 +155,10 @@ class _MetricOfTraining:
         for key, entry in parts.items():
             if not isinstance(entry, Metric):
                 entry.load_state_dict(state_dict[key])
-            elif is_of_these_ranks:
+                continue
+            entry.reset()  # lists that have grown are empty again, so that those of the checkpoint may have other lengths
+            if is_of_these_ranks:
                 load_metric(entry, state_dict[key])
-            else:
-                entry.reset()
 
     def _warn_of_other_ranks(self, number: int) -> None:
         """Says that another number of ranks cannot divide what the ranks of the checkpoint have counted."""

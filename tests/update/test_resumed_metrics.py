@@ -5,6 +5,7 @@ A checkpoint gives tensors on the CPU. Here the other device is `meta`, which ev
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils import _pytree as pytree
 
 from ignite_train import CheckpointError, Trainer, attach_metric, create_supervised_trainer
+from ignite_train.evaluation.load_metric import load_metric
 from ignite_train.handlers import Checkpoint
 
 Make = Callable[[str], Metric]
@@ -145,3 +147,78 @@ def test_a_metric_is_that_of_a_run_that_was_not_cut(tmp_path: Path, name: str, w
             trainer.run(batches(), max_iters=limit)
         values.append(torch.as_tensor(trainer.state.metrics["accuracy" if name == "group" else "kept"]))
     torch.testing.assert_close(*values, rtol=0, atol=0)
+
+
+class OfContainers(Metric):
+    """Keeps a number for each class, and a tensor in a dict, of which another attribute has the same dict."""
+
+    _state_dict_all_req_keys = ("numbers", "sums")
+
+    def __init__(self, classes: int, device: str = "cpu") -> None:
+        self.classes, self.sums, self.itself = classes, dict[str, Tensor](), self
+        self.view = self.sums
+        super().__init__(device=device)
+
+    def reset(self) -> None:
+        self.numbers = [0.0] * self.classes
+        self.sums["total"] = torch.zeros(())
+
+    def update(self, output: Any) -> None:
+        self.numbers[0] += len(output)
+        self.view["total"] += len(output)
+
+    def compute(self) -> float:
+        return float(self.sums["total"])
+
+
+def test_containers_stay_the_same_objects() -> None:
+    """What else refers to a dict of the state sees what is loaded, a metric may refer to itself, and tensors stay apart."""
+    saved, metric = OfContainers(3), OfContainers(3, device="meta")
+    saved.update([0, 0])
+    view, state = metric.view, saved.state_dict()
+
+    for _ in range(2):  # a checkpoint may be put back a second time
+        load_metric(metric, copy.deepcopy(state))
+
+    assert metric.sums is view
+    assert metric.sums["total"].device.type == "cpu"  # where the one was that it replaces, and not where the metric was made
+    assert (metric.compute(), metric.numbers) == (2.0, [2.0, 0.0, 0.0])
+    metric.update([0])
+    assert metric.compute() == 3.0
+    assert saved.compute() == 2.0
+
+
+def test_a_list_of_another_length_is_refused() -> None:
+    """A number for each class, of a metric of more classes: it is not taken as a list that has grown."""
+    metric = OfContainers(3)
+
+    with pytest.raises(ValueError, match="does not match the size"):
+        load_metric(metric, OfContainers(5).state_dict())
+
+    assert metric.numbers == [0.0] * 3
+
+
+class OfOwnForm(Metric):
+    """Gives a tensor as its state."""
+
+    def reset(self) -> None:
+        self.number = 0
+
+    def update(self, output: Any) -> None:
+        self.number += len(output)
+
+    def compute(self) -> int:
+        return self.number
+
+    def state_dict(self) -> Any:
+        return torch.tensor([self.number])
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.number = int(state_dict)
+
+
+def test_a_state_of_a_form_of_its_own() -> None:
+    """The metric knows what to do with it."""
+    metric = OfOwnForm()
+    load_metric(metric, torch.tensor([4]))
+    assert metric.compute() == 4
