@@ -92,8 +92,9 @@ class SavedModule:
         copied = {plain_name(name) for name, _ in tensors}
         state = {}
         for name, there in module.state_dict().items():
-            saved = state_dict[plain_name(name)]
-            is_moved = plain_name(name) not in copied and isinstance(there, Tensor) and isinstance(saved, Tensor)
+            plain = plain_name(name)
+            saved = state_dict[plain]
+            is_moved = plain not in copied and isinstance(there, Tensor) and isinstance(saved, Tensor)
             state[name] = saved.to(there.device, copy=True) if is_moved else saved  # the state may be put back once more
         with _writable_buffers(module):
             module.load_state_dict(state)

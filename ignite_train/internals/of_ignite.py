@@ -30,7 +30,6 @@ __all__ = [
     "handlers_by_event",
     "prepare_as_ignite",
     "registered_events",
-    "states_of_metric",
 ]
 
 # A handler as an engine stores it: itself, its positional and its named arguments. The first of them is a weak reference to the
@@ -42,8 +41,6 @@ handlers_by_event: Callable[[Engine], dict[Any, list[Entry]]] = attrgetter("_eve
 registered_events: Callable[[Engine], Sequence[Any]] = attrgetter("_allowed_events")
 # Gives a state an attribute for each counter of its `event_to_attr`, as an engine does when it is made.
 add_event_attributes: Callable[[State], None] = methodcaller("_update_attrs")
-# The names of the attributes that are the state of a metric.
-states_of_metric: Callable[[Metric], Sequence[str]] = attrgetter("_state_dict_all_req_keys")
 # The attribute of a handler with a filter that is a weak reference to the handler without: by it Ignite finds what to remove.
 PARENT = "_parent"
 # The code of a filter `every=n`, whose one nonlocal is `every`: what tells it from a filter of the user's.

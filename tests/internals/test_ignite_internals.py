@@ -28,7 +28,6 @@ from ignite_train.internals.of_ignite import (
     handlers_by_event,
     prepare_as_ignite,
     registered_events,
-    states_of_metric,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -157,13 +156,6 @@ def metric_device() -> bool:
     return device_of_metric(metric) == vars(metric)["_num_correct"].device == torch.device("meta")
 
 
-def metric_states() -> bool:
-    """`Metric._state_dict_all_req_keys` has the names of the attributes that `state_dict` saves for a rank."""
-    metric = Accuracy()
-    ((saved,),) = metric.state_dict().values()
-    return [*saved] == [*states_of_metric(metric)] and saved.keys() <= vars(metric).keys()
-
-
 # Each private name, and what must be true of it.
 PARTS: dict[str, tuple[Callable[[], bool], ...]] = {
     "_event_handlers": (event_handlers, one_dict_of_handlers, new_list_where_one_is_removed),
@@ -177,7 +169,6 @@ PARTS: dict[str, tuple[Callable[[], bool], ...]] = {
     "_need_to_sync": (answering_model,),
     "_prepare_batch": (prepare_batch,),
     "_device": (metric_device,),
-    "_state_dict_all_req_keys": (metric_states,),
 }
 
 

@@ -172,7 +172,7 @@ class OfContainers(Metric):
 
 
 def test_containers_stay_the_same_objects() -> None:
-    """What else refers to a dict of the state sees what is loaded, a metric may refer to itself, and tensors stay apart."""
+    """Another reference to a dict of the state sees the loaded values; a metric may refer to itself; tensors stay apart."""
     saved, metric = OfContainers(3), OfContainers(3, device="meta")
     saved.update([0, 0])
     view, state = metric.view, saved.state_dict()
