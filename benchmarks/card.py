@@ -33,6 +33,12 @@ def wait_for(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def stop_profiler(profiler: Any, device: str) -> None:
+    """Stops it when the device has done all that it was given."""
+    wait_for(device)
+    profiler.stop()
+
+
 def now(device: str) -> float:
     """Seconds by the host's clock, read when the device has done all that it was given."""
     wait_for(device)

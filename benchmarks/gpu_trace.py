@@ -39,7 +39,7 @@ from typer import Option
 
 import contestants
 import peers
-from card import WaitWarnings, card, profiler, settle, wait_for
+from card import WaitWarnings, card, profiler, settle, stop_profiler
 from contestants import REFERENCE, Work
 from gpt2 import BATCHES, VOCABULARY, Training, loss_of
 from gpu_tiny import ENTRIES, TinyTraining
@@ -111,19 +111,15 @@ class WatchedMicroBatches:
             self.waits = self._warnings.stop() / WATCHED
             self._profiler.start()  # an update for nothing: the first time takes long
         if update == WATCHED + 1:
-            self._stop()
+            stop_profiler(self._profiler, self._device)
             self._profiler = profiler(self._device)
             self._profiler.start()
         if WATCHED + 1 <= update <= WATCHED + 1 + PROFILED:
             with record_function(MARK):
                 pass
         if update == WATCHED + 1 + PROFILED:
-            self._stop()
+            stop_profiler(self._profiler, self._device)
             self._profiler.export_chrome_trace(str(self._file))
-
-    def _stop(self) -> None:
-        wait_for(self._device)
-        self._profiler.stop()
 
 
 def moved_loss(model: nn.Module, micro_batch: tuple[Tensor, ...], *, device: str) -> Tensor:

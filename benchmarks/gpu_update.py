@@ -19,7 +19,7 @@ import typer
 from typer import Option
 
 import contestants
-from card import card, now, profiler, settle, wait_for
+from card import card, now, profiler, settle, stop_profiler
 from contestants import REFERENCE, WITHOUT_FAST
 from gpt2 import VOCABULARY, Training
 from gpu_speed import DEFAULTS, UPDATE
@@ -72,16 +72,12 @@ class Blocks:
             if place == 0 and update == end:
                 self._profiler.start()  # an update for nothing: of the first that is profiled a part is missing
             if place == 0 and update == end + 1:
-                self._stop()
+                stop_profiler(self._profiler, self._task.device)
                 self._profiler = profiler(self._task.device)
                 self._profiler.start()
             if place == 0 and update == end + 1 + PROFILED:
-                self._stop()
+                stop_profiler(self._profiler, self._task.device)
             yield self._batches[index % len(self._batches)]
-
-    def _stop(self) -> None:
-        wait_for(self._task.device)
-        self._profiler.stop()
 
     def numbers(self) -> list[float]:
         """Kernels, launches, launches of graphs, and waits of the host, for an update."""

@@ -13,6 +13,7 @@ from torch import nn
 
 import cuts
 from bits import bit_by_bit
+from devices import devices
 from ignite_train import create_trainer
 from ignite_train.engine.dispatch import Attachable
 from setups import Batch, Setup, summed_loss
@@ -57,6 +58,13 @@ def _mark_all_but(number: int, items: list[pytest.Item], name: str) -> list[pyte
     for item in marked:
         item.add_marker(name)
     return marked
+
+
+@pytest.fixture(params=devices(), ids=str)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the model is: on the CPU, and on the accelerator if there is one."""
+    found: torch.device = request.param
+    return found
 
 
 @pytest.fixture

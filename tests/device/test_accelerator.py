@@ -56,19 +56,6 @@ Batch = tuple[Tensor, Tensor]
 WIDTH, SAMPLES, STEPS, UPDATES = 64, 32, 3, 8
 
 
-def devices() -> list[torch.device]:
-    """The CPU, and the accelerator if there is one."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return [torch.device("cpu"), *([] if accelerator is None else [torch.device(accelerator.type, 0)])]
-
-
-@pytest.fixture(params=devices(), ids=str)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the model is."""
-    found: torch.device = request.param
-    return found
-
-
 class Net(nn.Module):
     """Two layers, with dropout between them."""
 

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, TensorDataset
 
 from bits import bit_by_bit
+from devices import devices
 from ignite_train import (
     ForwardOutput,
     Mean,
@@ -73,6 +74,7 @@ from ignite_train.handlers import (
 )
 from ignite_train.metrics import TIMED_METRICS
 from ignite_train.model.random_state import RandomState
+from schedule_free import ScheduleFreeSGD
 from update_options import with_options
 
 Batch = tuple[Tensor, Tensor]
@@ -81,21 +83,8 @@ CPU = torch.device("cpu")
 WIDTH, CLASSES, STEPS, UPDATES = 16, 5, 2, 8
 
 
-def devices() -> list[torch.device]:
-    """The CPU, and the accelerator if there is one."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return [CPU, *([] if accelerator is None else [torch.device(accelerator.type, 0)])]
-
-
-# On the simulated accelerator of `make simulated-accelerator` torch's BatchNorm leaves its running statistics as they were.
+# On the simulated accelerator of `make simulated-accelerator` torch's BatchNorm never writes its running statistics.
 NORM = nn.LayerNorm if any(device.type == "mcpu" for device in devices()) else nn.BatchNorm1d
-
-
-@pytest.fixture(params=devices(), ids=str)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the model is."""
-    found: torch.device = request.param
-    return found
 
 
 def make_model(device: torch.device, *, dropout: float = 0.0) -> nn.Sequential:
@@ -194,7 +183,7 @@ def fresh(directory: Path) -> Path:
 
 
 def test_curvature(device: torch.device) -> None:
-    """The eigenvalue is that of 2 XᵀX / n, by torch's own solver in float64; so much for one model, and a block of another."""
+    """The largest eigenvalue of 2 XᵀX / n, beside torch's own solver in float64; and the curvature of a block of a model."""
 
     def squares(model: nn.Module, batch: Batch) -> ForwardOutput:
         return ForwardOutput(model(batch[0]).square().sum(), len(batch[1]))
@@ -326,42 +315,12 @@ def test_averages_and_teachers(device: torch.device, tmp_path: Path) -> None:
     assert found[3:] == (3, (3 * UPDATES,) * 2)
 
 
-class ScheduleFree(torch.optim.SGD):
-    """Trains at one point and is evaluated at the mean of all points."""
-
-    is_training = True
-
-    def train(self) -> None:
-        """Goes to the point of training."""
-        self._swap(to_training=True)
-
-    def eval(self) -> None:
-        """Goes to the mean."""
-        self._swap(to_training=False)
-
-    @torch.no_grad()
-    def _swap(self, *, to_training: bool) -> None:
-        for p in self.param_groups[0]["params"] if to_training != self.is_training else ():
-            if "mean" in self.state[p]:
-                p.add_(self.state[p]["mean"], alpha=-1.0 if to_training else 1.0)
-        self.is_training = to_training
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        """Takes a plain step and moves the mean, of which the distance is kept."""
-        assert self.is_training
-        for p in self.param_groups[0]["params"]:
-            mean = self.state[p].setdefault("mean", torch.zeros_like(p))
-            p.sub_(p.grad, alpha=0.1)
-            mean.add_(p.grad, alpha=0.1).mul_(0.5)
-
-
 def test_modes_of_an_optimizer_and_a_plateau(device: torch.device) -> None:
     """Evaluations at the mean leave no trace in training; a rate that is far too high is divided, and then the run ends."""
 
     def train(place: torch.device, *, evaluates: bool) -> Any:
         model = make_model(place)
-        optimizer = ScheduleFree(model.parameters(), lr=0.1)
+        optimizer = ScheduleFreeSGD(model.parameters(), lr=0.1)
         trainer, scores = create_trainer(model, optimizer, forward, accumulation_steps=STEPS), []
         evaluator = create_evaluator(model, forward)
         OptimizerModes(optimizer).attach(trainer, evaluator=evaluator)
@@ -480,7 +439,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def optimizers_of(model: nn.Sequential, *, several: bool) -> Any:
-    """One that is fused, or two of different kinds."""
+    """Makes a fused optimizer, or two of different kinds."""
     if not several:
         return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     body = [*model[0].parameters(), *model[1].parameters()]
@@ -738,7 +697,7 @@ class Job:
 
 
 def numbers_in(line: str) -> dict[str, float]:
-    """What of a line of the log is a number."""
+    """The numbers in a line of the log."""
     return {name: value for name, value in json.loads(line).items() if isinstance(value, (int, float))}
 
 
