@@ -19,7 +19,7 @@ from ignite_train.engine.dispatch import Attachable, Stateful
 from ignite_train.internals.of_torch import buffers_of
 from ignite_train.model.averaged_tensors import plain_name
 from ignite_train.model.memory_layout import own_memory
-from ignite_train.model.optimizers import optimizers_within
+from ignite_train.model.optimizers import each_optimizer
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -164,7 +164,7 @@ class SavedOptimizer:
         decides itself; what only has been rounded, since it calls torch's, is put back. torch's also makes other objects of
         the state and the groups. Here they stay the same, since an optimizer inside, or a handler, may hold them too.
         """
-        each = reversed(optimizers_within(self.optimizer))  # the one outside has the last word
+        each = reversed(each_optimizer(self.optimizer, with_own_state=False))  # the one outside has the last word
         before = [(vars(one), name, vars(one)[name]) for one in each for name in ("state", "param_groups") if name in vars(one)]
         self._load(state_dict)
         for attributes, name, there in before:

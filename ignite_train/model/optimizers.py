@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -25,7 +25,6 @@ __all__ = [
     "is_torchs",
     "is_wrapped_by_scheduler",
     "optimizers_as_parts",
-    "optimizers_within",
     "parts_as_optimizers",
     "stepped_parameters",
 ]
@@ -33,6 +32,8 @@ __all__ = [
 OneOrSeveralOptimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 """The optimizers as `create_trainer` takes them: one optimizer, a list of them, or a mapping that names them."""
 
+_CONTAINERS = (list, tuple, dict)
+_NOT_INSIDE = ("state", "param_groups", "defaults")  # attributes of an optimizer that hold none
 _FOLDER = "optimizers/"  # what the name of one of several begins with, in a checkpoint
 
 
@@ -76,37 +77,46 @@ class Optimizers:
 
 
 def inner_optimizers(optimizer: Optimizer, *, with_own_state: bool = True) -> dict[str, Optimizer]:
-    """The optimizers that are attributes of another one, by the names of the attributes.
+    """The optimizers in the attributes of another one, also in lists, tuples and dictionaries there.
 
     Args:
         optimizer: the one outside.
         with_own_state: leave out those that share its state.
+
+    Returns:
+        Them by the names of the attributes, each followed by "-0", "-1" and so on, the places in a list or a dictionary.
     """
-    found = {name: one for name, one in vars(optimizer).items() if isinstance(one, Optimizer) and one is not optimizer}
-    return {name: one for name, one in found.items() if not (with_own_state and one.state is optimizer.state)}
-
-
-def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizer and those inside it, also in lists and dictionaries, and those inside these."""
-    found, waiting, seen = list[Optimizer](), list[Any]([optimizer]), set[int]()
-    while waiting:
-        if id(one := waiting.pop()) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, Optimizer):
-            found.append(one)
-            waiting += [value for name, value in vars(one).items() if name not in ("state", "param_groups", "defaults")]
-        elif isinstance(one, (list, tuple, dict)):
-            waiting += one.values() if isinstance(one, dict) else one
+    found, seen = dict[str, Optimizer](), {id(optimizer)}
+    waiting = [(name, value) for name, value in vars(optimizer).items() if name not in _NOT_INSIDE]
+    for name, one in waiting:  # grows
+        if id(one) not in seen and isinstance(one, (Optimizer, *_CONTAINERS)):
+            seen.add(id(one))
+            if not isinstance(one, Optimizer):
+                entries = one.values() if isinstance(one, dict) else one
+                waiting += [(f"{name}-{place}", entry) for place, entry in enumerate(entries)]
+            elif not (with_own_state and one.state is optimizer.state):
+                found[name] = one
     return found
 
 
-def each_optimizer(optimizer: Optimizer | Optimizers) -> Iterator[Optimizer]:
-    """The optimizer, or each of several, and those inside them."""
+def each_optimizer(optimizer: Optimizer | Optimizers, *, with_own_state: bool = True) -> list[Optimizer]:
+    """The optimizer, or each of several, and those inside them, each before those inside it.
+
+    Args:
+        optimizer: one or several.
+        with_own_state: leave out those that share the state of the one around them.
+    """
+    found: dict[int, Optimizer] = {}
+
+    def add(one: Optimizer) -> None:
+        if id(one) not in found:
+            found[id(one)] = one
+            for inner in inner_optimizers(one, with_own_state=with_own_state).values():
+                add(inner)
+
     for one in [optimizer] if isinstance(optimizer, Optimizer) else optimizer.named.values():
-        yield one
-        for inner in inner_optimizers(one).values():
-            yield from each_optimizer(inner)
+        add(one)
+    return [*found.values()]
 
 
 def as_optimizers(optimizer: Any) -> Optimizer | Optimizers:

@@ -112,7 +112,7 @@ class _Watched:
     """
 
     def __init__(self, optimizer: Optimizer, entered: dict[Optimizer, bool]) -> None:
-        self._optimizer, self._entered, self._all = optimizer, entered, [*each_optimizer(optimizer)]
+        self._optimizer, self._entered, self._all = optimizer, entered, each_optimizer(optimizer)
         # Where `_seen` were found: the lists of the groups with their lengths, and `step` of the optimizer and its class.
         self._groups: list[tuple[list[nn.Parameter], int]] = []
         self._steps: Any = None

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ignite_train.model.fused_kernels import FusedKernels
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.group_tensors import GroupTensors
-from ignite_train.model.optimizers import inner_optimizers
+from ignite_train.model.optimizers import each_optimizer
 from ignite_train.model.step_watch import StepWatch
 
 __all__ = ["OneStepper", "SeveralSteppers", "Stepper"]
@@ -66,7 +66,7 @@ class OneStepper:
         said = set[str]()
         self.kernels = FusedKernels(optimizer, gradients, GroupTensors(gradients), said)
         # The optimizers inside it, as SAM has one, step with kernels of their own.
-        inner = inner_optimizers(optimizer, with_own_state=False).values()
+        _itself, *inner = each_optimizer(optimizer, with_own_state=False)
         self.inner = [FusedKernels(one, gradients, GroupTensors(gradients), said) for one in inner]
 
     def __call__(self, mean_factor: float, *clip_coefficients: float) -> None:

@@ -16,7 +16,9 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from bits import bit_by_bit
 from ignite_train import ForwardOutput, Trainer, create_trainer
+from ignite_train.checkpoint import saved_run
 from ignite_train.checkpoint.reader import CheckpointReader
+from ignite_train.errors import CheckpointError
 from ignite_train.handlers import Checkpoint, LearningRateSchedule
 
 X = torch.linspace(-1, 1, 96).reshape(12, 8).cos()
@@ -69,6 +71,22 @@ class OwnForm(Lookahead):
         self.optimizer.load_state_dict(state["base_optimizer"])
 
 
+class InContainers(Optimizer):
+    """Has others in a list, and in a dictionary in it; the state that it gives is torch's, without theirs."""
+
+    def __init__(self, parameters: Any) -> None:
+        first, second, *others = parameters
+        self.parts = [torch.optim.Adam([first], lr=0.05), {"second": torch.optim.SGD([second], lr=0.05, momentum=0.9)}]
+        super().__init__([first, second], {"lr": 0.05})
+        if others:
+            self.parts.append(torch.optim.Adam(others, lr=0.05))
+            self.add_param_group({"params": others})
+
+    def step(self) -> None:  # type: ignore[override]
+        for one in self.parts:
+            (one["second"] if isinstance(one, dict) else one).step()
+
+
 class Twice(Lookahead):
     """Has one inside that has one inside."""
 
@@ -94,7 +112,7 @@ def train(directory: Path, limits: list[int], kind: Any, several: bool) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
-@pytest.mark.parametrize("kind", [Lookahead, Sharing, OwnForm, Twice])
+@pytest.mark.parametrize("kind", [Lookahead, Sharing, OwnForm, Twice, InContainers])
 def test_an_optimizer_inside_another_goes_on_bitwise(kind: Any, several: bool, tmp_path: Path) -> None:
     """Its moments are in the checkpoint, though the state of the outer one does not have them."""
     whole = train(tmp_path / "whole", [7], kind, several)
@@ -176,6 +194,20 @@ def test_a_schedule_reaches_the_optimizer_inside_after_resuming(kind: Any, tmp_p
         return bit_by_bit(model.state_dict())
 
     assert run(tmp_path / "parts", 3, 7) == run(tmp_path / "whole", 7)
+
+
+@pytest.mark.parametrize("kind", [Combined, InContainers])
+def test_a_checkpoint_without_what_is_in_a_list(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints had no optimizers in lists before: they are enough where the outer one gives the state of these."""
+    with monkeypatch.context() as before:
+        before.setattr(saved_run, "inner_optimizers", lambda _: {})
+        train(tmp_path / "parts", [3], kind, several=False)
+    if kind is InContainers:
+        with pytest.raises(CheckpointError, match=r"holds no state of 'optimizer\.parts-0'"):
+            train(tmp_path / "parts", [7], kind, several=False)
+    else:
+        whole = train(tmp_path / "whole", [7], kind, several=False)
+        assert train(tmp_path / "parts", [7], kind, several=False) == whole
 
 
 def test_a_group_that_a_handler_holds_is_that_of_the_optimizer_after_resuming(tmp_path: Path) -> None:

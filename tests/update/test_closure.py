@@ -560,12 +560,25 @@ class Around(Optimizer):
         self.inside.step(closure)
 
 
-@pytest.mark.parametrize("around", [False, True])
-def test_the_optimizer_inside_is_put_back_too(around: bool) -> None:
+class AroundList(Around):
+    """Has it in a list, and the one inside refers to it."""
+
+    def __init__(self, inside: Optimizer) -> None:
+        super().__init__(inside)
+        del self.inside
+        self.all = [inside]
+        inside.outer = self  # type: ignore[attr-defined]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.all[0].step(closure)
+
+
+@pytest.mark.parametrize("around", [None, Around, AroundList])
+def test_the_optimizer_inside_is_put_back_too(around: Any) -> None:
     """If its step is what leaves parameters that are not finite; also where it is inside of one that is inside."""
     model = network()
     optimizer = Sharpness(model.parameters(), lr=0.1, momentum=0.9)
-    outer = Around(optimizer) if around else optimizer
+    outer = around(optimizer) if around else optimizer
     trainer = create_trainer(model, outer, cuts.forward, options=UpdateOptions(closure=True, on_nonfinite="skip"))
     batches = cuts.cut(cuts.samples(), [3, 2])
     trainer.update(batches[:1])
