@@ -116,11 +116,9 @@ class SavedRun:
 
     def _list(self) -> RunObjects:
         """The user's objects under the names that the user gave, and all others once, under the first of their names."""
-        shared: dict[str, Any] = _parts_of(self.trainer)
-        shared |= {f"to_save/{name}": entry for name, entry in self.to_save.items() if not isinstance(entry, Trainer)}
-        more = {
-            f"{prefix}/{name}": part for prefix, trainer in self.trainers.items() for name, part in _parts_of(trainer).items()
-        }
+        users = {f"to_save/{name}": entry for name, entry in self.to_save.items() if not isinstance(entry, Trainer)}
+        shared: dict[str, Any] = {**self.trainer.parts, **users}
+        more = {f"{prefix}/{name}": part for prefix, trainer in self.trainers.items() for name, part in trainer.parts.items()}
         of_all_ranks = {*more}
         for prefix, trainer in {"": self.trainer, **{f"{name}/": trainer for name, trainer in self.trainers.items()}}.items():
             more |= {f"{prefix}{HANDLERS}{name}": entry for name, entry in stateful_handlers(trainer).items()}
@@ -138,7 +136,8 @@ class SavedRun:
                 listed.add(id(entry))
                 is_shared = name in of_all_ranks or (isinstance(entry, Attachable) and entry.same_on_all_ranks)
                 (shared if is_shared else own)[name] = entry
-        shared = {name: _saved(entry) for name, entry in shared.items()}
+        stepped = {id(part) for trainer in self.each_trainer for part in trainer.parts.values()}
+        shared = {name: _saved(entry) for name, entry in _with_inner(shared, stepped).items()}
         objects = RunObjects(shared, own, self.trainer, self.trainers)
         self.left_out = {name for name in objects.handlers() if name.partition("/")[2] in self.leave_out}
         return objects.without(self.left_out)
@@ -232,15 +231,14 @@ class SavedRun:
             )
 
 
-def _parts_of(trainer: Trainer) -> dict[str, Any]:
-    """The model and the optimizers of a trainer, by their names in a checkpoint, and the optimizers inside these, each once."""
-    outer = [part for part in trainer.parts.values() if isinstance(part, Optimizer)]
-    met, parts = {id(one) for one in outer}, dict[str, Any]()
-    for name, part in trainer.parts.items():
-        parts[name] = part
-        if isinstance(part, Optimizer) and not isinstance(part, GathersState):
-            _add_inner(parts, met, name, part)
-    return parts
+def _with_inner(objects: Mapping[str, Any], met: set[int]) -> dict[str, Any]:
+    """These objects, and after each optimizer those inside it that are not `met` elsewhere, each once."""
+    found = dict[str, Any]()
+    for name, entry in objects.items():
+        found[name] = entry
+        if isinstance(entry, Optimizer) and not isinstance(entry, GathersState):
+            _add_inner(found, met, name, entry)
+    return found
 
 
 def _add_inner(parts: dict[str, Any], met: set[int], prefix: str, owner: Optimizer) -> None:
