@@ -147,7 +147,7 @@ class CheckpointInfo:
         config: `Checkpoint(..., config=)` of the script.
         shapes: the shape of each parameter and buffer of the model, by name.
         param_groups: the parameter groups of each optimizer, by its name in the checkpoint: "optimizer", or "optimizers/muon".
-            That of one inside another has its attribute behind a point, "optimizer.base".
+            That of one inside another has its attribute behind a point, "optimizer.base"; in a list "optimizer.parts-0".
     """
 
     path: Path
