@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,8 +18,22 @@ from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.tree import TensorForm, decode
 from ignite_train.errors import CheckpointError, CheckpointFormatError, DamagedCheckpointError, UnreadableCheckpointError
 
-__all__ = ["MOST_LOOKS", "CheckpointInfo", "Found", "GroupInfo", "best", "find", "is_removed", "read_checkpoint", "use_chosen"]
+__all__ = [
+    "MOST_LOOKS",
+    "CheckpointInfo",
+    "Found",
+    "GroupInfo",
+    "best",
+    "best_of",
+    "find",
+    "is_removed",
+    "pass_over",
+    "read_checkpoint",
+    "readable",
+    "use_chosen",
+]
 
+_logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MOST_LOOKS = 10
 """How often a checkpoint is chosen, if the run that saves there has removed the one before."""
@@ -31,21 +46,27 @@ class Found:
     Attributes:
         path: of it.
         manifest: what it says of itself; None if that cannot be read.
-        damage: what is wrong with it; empty if it is not known to be damaged.
-        unreadable: why it cannot be read, although it may be whole: an error of the disk, or a newer format; empty if it can.
+        error: why it cannot be read; None if it can.
     """
 
     path: Path
     manifest: Manifest | None
-    damage: str = ""
-    unreadable: str = ""
+    error: UnusableCheckpoint | None = None
 
     @classmethod
     def failed(cls, error: UnusableCheckpoint) -> Found:
         """One whose manifest cannot be used."""
-        if isinstance(error, DamagedCheckpointError):
-            return cls(Path(error.path), None, damage=error.reason)
-        return cls(Path(error.path), None, unreadable=error.reason)
+        return cls(Path(error.path), None, error)
+
+    @property
+    def damage(self) -> str:
+        """What is wrong with it; empty if it is not known to be damaged."""
+        return self.error.reason if isinstance(self.error, DamagedCheckpointError) else ""
+
+    @property
+    def unreadable(self) -> str:
+        """Why it cannot be read although it may be whole: an error of the disk, or a newer format; empty if it can be read."""
+        return "" if self.error is None or self.damage else self.error.reason
 
 
 def find(directory: str | Path) -> list[Found]:
@@ -72,6 +93,27 @@ def find(directory: str | Path) -> list[Found]:
             break
     failed = [error for error in failed if not is_removed(error.path)]
     return [*map(Found.failed, failed), *(Found(root / name, manifest) for name, manifest in found)]
+
+
+def readable(directory: str | Path) -> list[Found]:
+    """The checkpoints of which one is to be chosen: as `find`, without damaged ones. A warning names each of those.
+
+    Raises:
+        UnreadableCheckpointError, CheckpointFormatError: one cannot be read, and it may be the one to choose.
+        CheckpointError: it is not a directory.
+    """
+    for found in (everything := find(directory)):
+        if isinstance(found.error, DamagedCheckpointError):
+            pass_over(found.error)
+        elif found.error is not None:
+            raise found.error
+    return [found for found in everything if found.error is None]
+
+
+def pass_over(error: DamagedCheckpointError) -> None:
+    """Warns that a checkpoint is not used, unless its run has removed it meanwhile."""
+    if not is_removed(error.path):
+        _logger.warning(f"{error}; others in its directory are used")
 
 
 def is_removed(path: str | Path) -> bool:
@@ -104,9 +146,15 @@ def best(directory: str | Path) -> Found | None:
     metric, which an earlier script has named, do not count. Reads manifests only; see `verify`.
 
     Raises:
+        UnreadableCheckpointError, CheckpointFormatError: one cannot be read, and it may be the best.
         CheckpointError: the directory does not exist, or the newest with a score does not say it.
     """
-    scored = [(found, found.manifest) for found in find(directory) if found.manifest and found.manifest.score is not None]
+    return best_of(readable(directory))
+
+
+def best_of(checkpoints: Iterable[Found]) -> Found | None:
+    """The one with the best score among checkpoints whose newest is the last; see `best`."""
+    scored = [(found, found.manifest) for found in checkpoints if found.manifest and found.manifest.score is not None]
     if not scored:
         return None
     newest, manifest = scored[-1]
@@ -171,7 +219,7 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
             resumes from the one before.
 
     Raises:
-        CheckpointError: the path has no checkpoint, or it cannot be read.
+        CheckpointError: the path has no checkpoint, or one of them cannot be read and may be the newest.
 
     Example:
         >>> import tempfile
@@ -193,10 +241,9 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
 
 
 def _newest(path: str | Path) -> Path:
-    whole = [found.path for found in find(path) if found.manifest is not None]
-    if not whole:
+    if not (found := readable(path)):
         raise CheckpointError(f"{path} has no checkpoint whose manifest can be read")
-    return whole[-1]
+    return found[-1].path
 
 
 def _read_into(path: Path) -> CheckpointInfo:

@@ -12,7 +12,6 @@ from torch import Tensor
 from ignite_train.arguments import describe, path_of, positive_int
 from ignite_train.checkpoint.read_checkpoint import find
 from ignite_train.errors import CheckpointError
-from ignite_train.tools.inspection import verify
 from ignite_train.tools.load_weights import read_weights
 from ignite_train.tools.write_weights import write_weights
 
@@ -85,9 +84,9 @@ def _chosen(paths: str | Path | Sequence[str | Path], last: int | None) -> list[
             raise TypeError(f"paths must be the directory of a run with last={last}, got {describe(paths)}")
         by_update: dict[int, Path] = {}  # in the order in which they were written: the newest last
         for found in find(paths):
-            if found.manifest is None:
-                verify(found.path)  # raises, since it may be one of the newest
-            else:
+            if found.error is not None:
+                raise found.error  # it may be one of the newest
+            if found.manifest is not None:
                 by_update.pop(found.manifest.update, None)
                 by_update[found.manifest.update] = found.path
         if len(by_update) < last:

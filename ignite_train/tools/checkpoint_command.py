@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import pickle
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -25,10 +26,10 @@ import torch
 from ignite_train.arguments import path_on_command_line
 from ignite_train.checkpoint.directory import CheckpointDirectory
 from ignite_train.checkpoint.disk import Disk
-from ignite_train.checkpoint.read_checkpoint import Found, best, find, is_removed, use_chosen
-from ignite_train.errors import CheckpointError
+from ignite_train.checkpoint.read_checkpoint import Found, best_of, find, is_removed, use_chosen
+from ignite_train.errors import CheckpointError, DamagedCheckpointError
 from ignite_train.tools.consolidate import consolidate
-from ignite_train.tools.inspection import chosen_checkpoint, damage_of, is_distributed_checkpoint
+from ignite_train.tools.inspection import chosen_checkpoint, is_distributed_checkpoint, verify
 from ignite_train.tools.write_weights import MAX_SHARD_BYTES, Format
 
 __all__ = ["checkpoint_command"]
@@ -69,9 +70,9 @@ def checkpoint_command(arguments: list[str] | None = None) -> int:
 
 def _list(directory: Path, *, thoroughly: bool) -> int:
     status, found = 0, find(directory)
-    marked = _known_best(directory)
+    marked = _known_best(found)
     for entry in found:
-        damage = damage_of(entry) if thoroughly and not entry.unreadable else entry.damage
+        damage = _damage_of(entry) if thoroughly and not entry.error else entry.damage
         if is_removed(entry.path):  # by its run
             print(f"{entry.path.absolute().name}  removed meanwhile")  # noqa: T201
             continue
@@ -101,10 +102,19 @@ def _list(directory: Path, *, thoroughly: bool) -> int:
     return status
 
 
-def _known_best(directory: Path) -> Found | None:
-    """The checkpoint that is marked as the best; None if that is not known."""
+def _damage_of(found: Found) -> str:
+    """The damage of a checkpoint, every byte of which is read; empty if it is whole."""
     try:
-        return best(directory)
+        verify(found.path)
+    except DamagedCheckpointError as error:
+        return error.reason
+    return ""
+
+
+def _known_best(checkpoints: Sequence[Found]) -> Found | None:
+    """The checkpoint that is marked as the best; None if that is not known, since another one may be better."""
+    try:
+        return None if any(found.error for found in checkpoints) else best_of(checkpoints)
     except CheckpointError:
         return None
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from ignite_train.arguments import path_of
 from ignite_train.checkpoint.manifest import MANIFEST
-from ignite_train.checkpoint.read_checkpoint import MOST_LOOKS, Found, find, is_removed
-from ignite_train.checkpoint.read_checkpoint import best as best_of
+from ignite_train.checkpoint.read_checkpoint import MOST_LOOKS, is_removed, pass_over, readable
+from ignite_train.checkpoint.read_checkpoint import best as best_in
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.errors import CheckpointError, DamagedCheckpointError
 
-__all__ = ["DISTRIBUTED_METADATA", "chosen_checkpoint", "damage_of", "is_distributed_checkpoint", "latest", "verify"]
+__all__ = ["DISTRIBUTED_METADATA", "chosen_checkpoint", "is_distributed_checkpoint", "latest", "verify"]
 
 DISTRIBUTED_METADATA = ".metadata"
 """The file by which a directory that `torch.distributed.checkpoint` has written is known."""
@@ -32,7 +32,7 @@ def verify(path: str | Path) -> None:
 def latest(directory: str | Path) -> Path | None:
     """The newest checkpoint in `directory` that is whole, with every byte of it checked; None without one.
 
-    One that a run removes meanwhile does not count.
+    A warning names each damaged one. One that a run removes meanwhile does not count.
 
     Raises:
         CheckpointError: the directory does not exist, or its run removes each checkpoint before it is read.
@@ -40,12 +40,13 @@ def latest(directory: str | Path) -> Path | None:
         CheckpointFormatError: one has a newer format, and may be the newest.
     """
     for _ in range(MOST_LOOKS):
-        entries = find(directory)
-        for found in entries:
-            if found.manifest is None:
-                damage_of(found)  # raises if the manifest could not be read
+        entries = readable(directory)
         for found in reversed(entries):
-            if not damage_of(found):
+            try:
+                verify(found.path)
+            except DamagedCheckpointError as error:
+                pass_over(error)
+            else:
                 return found.path
         if not any(is_removed(found.path) for found in entries):
             return None
@@ -66,21 +67,8 @@ def chosen_checkpoint(path: str | Path, *, best: bool = False) -> Path:
     path = path_of("path", path)
     if (path / MANIFEST).exists() and not best:
         return path
-    scored = best_of(path) if best else None
+    scored = best_in(path) if best else None
     found = scored.path if scored else None if best else latest(path)
     if found is None:
         raise CheckpointError(f"{path} has no {'checkpoint with a score' if best else 'whole checkpoint'}")
     return found
-
-
-def damage_of(found: Found) -> str:
-    """The damage of a checkpoint, every byte of which is read; empty if it is whole.
-
-    Raises:
-        UnreadableCheckpointError, CheckpointFormatError: it cannot be read.
-    """
-    try:
-        verify(found.path)
-    except DamagedCheckpointError as error:
-        return error.reason
-    return ""

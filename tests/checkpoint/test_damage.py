@@ -421,6 +421,44 @@ def test_an_error_of_the_disk_is_not_taken_for_damage_by_the_command(whole, tmp_
         assert checkpoint_command(["list", str(whole[0])]) == 1
 
 
+ASKS = {
+    "latest": checkpoint.latest,
+    "best": checkpoint.best,
+    "read_checkpoint": checkpoint.read_checkpoint,
+    "load_weights": lambda path: checkpoint.load_weights(nn.Linear(1, 1), path),
+    "the best of load_weights": lambda path: checkpoint.load_weights(nn.Linear(1, 1), path, best=True),
+    "average_checkpoints": lambda path: checkpoint.average_checkpoints(path, last=1),
+}
+
+
+@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
+def test_where_one_is_chosen_none_that_cannot_be_read_is_passed_over(whole, ask, monkeypatch):
+    """It may be the newest or the best. The disk gives one error, at the first look, and none at a second."""
+
+    def read_once(path):
+        if path.name != NEW or met:
+            return read_manifest(path)
+        met.append(path)
+        raise UnreadableCheckpointError(str(path), "on purpose")
+
+    met = []
+    monkeypatch.setattr("ignite_train.checkpoint.directory.read_manifest", read_once)
+    with pytest.raises(UnreadableCheckpointError, match=rf"{NEW} cannot be read: on purpose"):
+        ask(whole[0])
+    assert len(met) == 1
+
+
+@pytest.mark.parametrize("ask", [checkpoint.latest, checkpoint.best, checkpoint.read_checkpoint])
+def test_where_one_is_chosen_a_warning_names_those_that_are_damaged(whole, tmp_path, ask, caplog):
+    """Of the manifest nothing can be read, so that it might have been the one to choose."""
+    directory = tmp_path / "copy"
+    shutil.copytree(whole[0], directory)
+    altered(directory / NEW / "manifest.json", flip(20))
+    ask(directory)
+    assert f"{NEW} is damaged: " in caplog.text
+    assert "; others in its directory are used" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_directory_with_damaged_ones_only_does_not_begin_anew(whole, tmp_path):
     """However often the command is started, it is refused with the ways out: after `resume="never"`, `auto` resumes again."""
