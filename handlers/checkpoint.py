@@ -456,13 +456,16 @@ class Checkpoint(Handler):
         latest update, and it is written while the loop continues. Between runs it is on the disk when this returns. Collective.
 
         Raises:
-            CheckpointError: the save before failed, or some state cannot be stored; or, between runs, this save failed.
+            CheckpointError: the save before failed, or some state cannot be stored; or, between runs, this save failed, or
+                another trainer has saved to the directory meanwhile.
             RuntimeError: `attach` was not called, or an evaluation is under way for which the model has other weights.
         """
         self._refuse_unattached()
         if self._is_running and not self._run.is_between_updates:
             self.cadence.request()
             return
+        if not self._is_running:  # meanwhile another trainer may have saved
+            self.saver.refuse_unread(self._run.trainer.state.iteration)
         self._warn_of_traces()
         # When the functions of `on_exit` are called the run is over too, and nothing waits for a thread any more.
         self._save(is_last=not self._is_running)

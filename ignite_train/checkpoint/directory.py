@@ -188,6 +188,11 @@ class CheckpointDirectory:
         self._manifests = found  # now, since the thread that removes old checkpoints may scan at the same time
         return sorted(found.items(), key=lambda entry: entry[1].serial), failed
 
+    @property
+    def newest_serial(self) -> int:
+        """The serial number of the newest checkpoint that the latest `scan` has found, or that was written since; 0 of none."""
+        return max((manifest.serial for manifest in self._manifests.values()), default=0)
+
     def set_aside_before(self) -> list[str]:
         """The damaged checkpoints that were renamed by an earlier start."""
         names = self.disk.names(self.path) if self.exists() else []

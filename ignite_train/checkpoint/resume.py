@@ -55,7 +55,6 @@ class Resumption:
     ) -> None:
         self._run, self._writer = run, writer
         self._config, self._on_changed_data = config, on_changed_data
-        self._is_late = self._has_trained()  # before there was a Checkpoint, and the directory has not been looked at since
         self._state: RunState | None = None  # until its objects are put back for the second time
         self._half_restored: Path | None = None  # the checkpoint of which some object has raised when it was given its state
 
@@ -73,15 +72,15 @@ class Resumption:
         trainer = self._run.trainer
         begins = not self._has_trained() or self._half_restored is not None
         if resume in ("auto", "never") and not begins:
-            if self._is_late and self._writer.latest is None:
-                self._refuse_unread()
-            self._is_late = False
+            self._writer.refuse_unread(trainer.state.iteration)
             return None
         root, names = checkpoint_to_resume(self._writer.directory, resume, begins=begins)
         if not names:
             self._refuse_half_restored()
             return None
         own = self._writer.directory if root == self._writer.directory.path else None
+        if own is None and not begins:
+            self._writer.refuse_unread(trainer.state.iteration)
         state, manifest, path = read_agreed(root, names, own, lambda reader: RunState(reader, self._run))
         retention = self._writer.retention
         if retention.metric is not None and manifest.scored_by is not None:
@@ -100,16 +99,6 @@ class Resumption:
     def _has_trained(self) -> bool:
         state = self._run.trainer.state
         return bool(state.iteration or state.epoch)
-
-    def _refuse_unread(self) -> None:
-        """Raises CheckpointError if a trainer that has trained would save beside checkpoints that it neither wrote nor read."""
-        own = self._writer.directory
-        if names := on_main(collectives.gather_objects, "looking for checkpoints", partial(_look, own, tidies=True)).names:
-            raise CheckpointError(
-                f"a trainer that has trained already must not save where checkpoints of another start are, got {names[0]} in "
-                f"{own.path} and a trainer at update {self._run.trainer.state.iteration}; attach Checkpoint before the first "
-                "run, so that it resumes, or pass resume='must' to go back to that checkpoint now, or choose another directory"
-            )
 
     def _refuse_half_restored(self) -> None:
         """Raises CheckpointError if training would continue with a mixture of two states."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_train.checkpoint.directory import CheckpointDirectory, Contents, commit, together
+from ignite_train.checkpoint.directory import CheckpointDirectory, Contents, commit, on_main, refuse_unreadable, together
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.lock import DirectoryLock
 from ignite_train.checkpoint.manifest import Manifest
@@ -97,6 +97,7 @@ class CheckpointWriter:
         self.retention, self.asynchronous, self.warns, self.give_up_after = retention, asynchronous, warns, give_up_after
         self.directory, self.mirror = CheckpointDirectory(path, Disk(), DirectoryLock(path)), mirror
         self.latest: Path | None = None
+        self._known_serial = 0  # of the newest checkpoint in the directory that this run has written or read; on rank 0
         self.has_lost_one = False
         self._is_taken_over = False
         self._is_held = False  # by a run; otherwise each save takes the lock
@@ -171,6 +172,33 @@ class CheckpointWriter:
     def resume_from(self, path: Path) -> None:
         """Notes that the run resumes from a checkpoint that every rank has read whole."""
         self.latest, self._is_taken_over = path, True
+        if path.parent == self.directory.path and collectives.is_main_rank():
+            self.directory.scan()
+            self._known_serial = self.directory.newest_serial
+
+    def refuse_unread(self, update: int) -> None:
+        """Refuses to save beside later checkpoints that this run has neither written nor read, and would remove. Collective.
+
+        Args:
+            update: of the trainer, for the message.
+
+        Raises:
+            CheckpointError: another trainer has saved to the directory since this one has saved or read there.
+        """
+        if name := on_main(collectives.gather_objects, "looking for checkpoints", self._newest_of_others):
+            raise CheckpointError(
+                f"a trainer must not save where later checkpoints are that it has neither written nor read, got {name} in "
+                f"{self.directory.path} and a trainer at update {update}; pass resume='must' to go back to that checkpoint "
+                "now, or choose another directory; a new trainer resumes from it if Checkpoint is attached before the first run"
+            )
+
+    def _newest_of_others(self) -> str:
+        """The newest checkpoint in the directory, if this run does not know it; for rank 0."""
+        found, failed = self.directory.scan(afresh=True)
+        refuse_unreadable(failed)
+        damaged = [] if self._known_serial else [Path(one.path).name for one in failed]
+        later = [name for name, manifest in found if manifest.serial > self._known_serial]
+        return ([*damaged, *later] or [""])[-1]
 
     def catch_up(self) -> None:
         """Copies the checkpoints that the mirror lacks, at the start, since a run that is over makes no save. Collective.
@@ -282,7 +310,7 @@ class CheckpointWriter:
         """Writes one checkpoint. The next save waits until `durable` is set, and not until older ones are removed."""
 
         def note_durable(path: Path) -> None:
-            self.latest = path
+            self.latest, self._known_serial = path, self.directory.newest_serial
             if self.mirror is None:
                 durable.set()
 

@@ -459,7 +459,7 @@ def test_a_trainer_that_has_trained_saves_beside_no_other_run(resume: str, tmp_p
     trainer, _ = make()
     trainer.update(LOADER[:1])
     Checkpoint(tmp_path / "a").attach(trainer)
-    message = r"got update-0*6\S* in .*a and a trainer at update 1; .*before the first run.*'must'"
+    message = r"got update-0*6\S* in .*a and a trainer at update 1; .*'must'.*before the first run"
     with pytest.raises(CheckpointError, match=message):
         trainer.run(LOADER, max_iters=9, resume=resume)
     assert trainer.state.iteration == 1
@@ -467,6 +467,41 @@ def test_a_trainer_that_has_trained_saves_beside_no_other_run(resume: str, tmp_p
     trainer.run(LOADER, max_iters=9, resume="must")
     trainer.run(LOADER, max_iters=10)
     assert names(tmp_path / "a")[-1] == "10"
+
+
+def test_a_trainer_does_not_remove_what_another_one_has_saved_since(tmp_path: Path) -> None:
+    """As in a notebook where a cell was run again: the first trainer still lives, and the second has trained further."""
+
+    def start() -> tuple[Trainer, Checkpoint]:
+        trainer, _ = make()
+        saver = Checkpoint(tmp_path, every=1)
+        saver.attach(trainer)
+        return trainer, saver
+
+    first, its_saver = start()
+    first.run(LOADER, max_iters=2)
+    second, _ = start()
+    second.run(LOADER, max_iters=5)
+    there = names(tmp_path)
+    for call in (lambda: first.run(LOADER, max_iters=3), its_saver.save):
+        with pytest.raises(CheckpointError, match=r"got update-0*5\S* in .* and a trainer at update 2; pass resume='must'"):
+            call()
+    assert names(tmp_path) == there
+    first.run(LOADER, max_iters=6, resume="must")
+    its_saver.save()
+    first.run(LOADER, max_iters=7)
+    assert first.state.iteration == 7
+
+
+def test_a_trainer_that_goes_back_continues_from_there(tmp_path: Path) -> None:
+    """The later checkpoints are its own, also in the next run, though nothing was saved in between."""
+    trainer, _ = make()
+    Checkpoint(tmp_path, every=2, keep=9).attach(trainer)
+    trainer.run(LOADER, max_iters=4)
+    trainer.run(LOADER, max_iters=2, resume=tmp_path / "update-00000002")
+    assert trainer.state.iteration == 2
+    trainer.run(LOADER, max_iters=5)
+    assert trainer.state.iteration == 5
 
 
 def test_a_trainer_that_has_trained_saves_in_a_new_directory(tmp_path: Path) -> None:
