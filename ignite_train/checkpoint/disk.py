@@ -8,12 +8,13 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 if sys.platform == "linux":
     import fcntl
 
-__all__ = ["Disk", "refuse_other_systems"]
+__all__ = ["Disk", "naming", "refuse_other_systems"]
 
 _NEEDED = ("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "preadv", "pwrite")  # of `os`; Windows has none of them
 
@@ -34,6 +35,17 @@ def refuse_other_systems() -> None:
             f"Checkpoint needs {what}, which this system ({platform.system()}) does not have; train without a Checkpoint, or "
             "use Linux, macOS or WSL"
         )
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds the path of the file to an error of a call that was given only a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 class Disk:
@@ -72,7 +84,8 @@ class Disk:
         """Returns when the names in a directory are on the disk."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(descriptor)
+            with naming(path):
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
@@ -122,7 +135,10 @@ class Disk:
         of it among the files that it holds in memory: that copy would take time of the processor and the memory bus from
         training, and the place of what the loaders have read.
         """
-        descriptor = self.create(path)
+        with naming(path):
+            self._write_file(self.create(path), parts, size)
+
+    def _write_file(self, descriptor: int, parts: Iterable[memoryview], size: int) -> None:
         try:
             if size >= _LARGE_BYTES and _set_direct(descriptor, on=True):
                 self._write_directly(descriptor, parts)

@@ -8,14 +8,13 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from zlib_ng import zlib_ng
 
+from ignite_train.checkpoint.disk import naming
 from ignite_train.checkpoint.tree import MAX_NODES, decode
 from ignite_train.errors import CheckpointError, CheckpointFormatError, DamagedCheckpointError, UnreadableCheckpointError
 
@@ -35,7 +34,6 @@ __all__ = [
     "frozen_name",
     "is_checkpoint_name",
     "is_frozen_name",
-    "naming",
     "one_line",
     "open_regular",
     "parse_manifest",
@@ -116,15 +114,6 @@ def read_regular(path: Path, size: int) -> bytes:
     finally:
         os.close(descriptor)
     return b"".join(parts)  # one part is not copied
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Adds the path of the file to an error of a call that was given only a descriptor."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def open_regular(path: Path, size: int) -> int:

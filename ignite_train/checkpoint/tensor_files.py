@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from zlib_ng import zlib_ng
 
-from ignite_train.checkpoint.disk import Disk
-from ignite_train.checkpoint.manifest import FileRecord, checked_json, compact_json, naming, open_regular
+from ignite_train.checkpoint.disk import Disk, naming
+from ignite_train.checkpoint.manifest import FileRecord, checked_json, compact_json, open_regular
 from ignite_train.checkpoint.tree import DTYPES, dtype_name
 from ignite_train.errors import CheckpointError
 from ignite_train.model.memory_layout import as_bytes
@@ -352,12 +352,19 @@ class TensorFile:
     def _read_header(self, record: FileRecord) -> bytes:
         """The header and its length."""
         with naming(self._path):
-            length = int.from_bytes(os.pread(self._file, _LENGTH_BYTES, 0), "little")
+            length = int.from_bytes(self._read_begin(_LENGTH_BYTES), "little")
             if length > min(_MAX_HEADER_BYTES, record.size - _LENGTH_BYTES):
                 raise ValueError(f"{self._path.name} has no header")
-            header = os.pread(self._file, _LENGTH_BYTES + length, 0)
+            header = self._read_begin(_LENGTH_BYTES + length)
         record.check(self._path, header)
         return header
+
+    def _read_begin(self, size: int) -> bytes:
+        """So many bytes; fewer where the file ends before. One call of the system may give fewer than there are."""
+        found = b""
+        while part := os.pread(self._file, size - len(found), len(found)):
+            found += part
+        return found
 
     def close(self) -> None:
         """Closes the file."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -143,11 +144,17 @@ class CheckpointWriter:
             return
         work, self._work = self._work, SimpleQueue()
         work.put(None)
+        atexit.unregister(self._await_at_exit)
         if self._durable is not None and not self._durable.is_set():
             return  # `abandon` has waited for it
         thread.join(patience_seconds)
         if thread.is_alive():
             _logger.warning(f"an old checkpoint in {self.directory.path} is still being removed; the next start continues")
+
+    def _await_at_exit(self) -> None:
+        """Python stops the thread at its exit, before the `with` of a session that nobody has left ends."""
+        if self._durable is not None and self._process == os.getpid():
+            self._durable.wait(_PATIENCE_SECONDS)
 
     def _hold(self, resume: str) -> str:
         with suppress(OSError):  # the first save reports it, and a run that saves nothing need not know
@@ -250,6 +257,7 @@ class CheckpointWriter:
             thread = threading.Thread(target=target, name=_THREAD, daemon=True)
             thread.start()
             self._thread = thread
+            atexit.register(self._await_at_exit)
         self._durable = durable = threading.Event()
         write = partial(self._write, contents, manifest, durable)
         if self._is_held:

@@ -1098,8 +1098,9 @@ def test_each_dtype_and_order_in_memory_lies_in_one_file(tmp_path, monkeypatch):
 def test_tensors_of_many_chunks_are_read_and_checked(tmp_path, monkeypatch, at_once):
     """Wherever the chunks end, and if the system gives fewer bytes than were asked for; each byte that differs is noticed."""
     monkeypatch.setattr("ignite_train.checkpoint.tensor_files._CHUNK_BYTES", 7)
-    preadv = os.preadv
+    preadv, pread = os.preadv, os.pread
     monkeypatch.setattr(os, "preadv", lambda file, buffers, place: preadv(file, [buffers[0][:at_once]], place))
+    monkeypatch.setattr(os, "pread", lambda file, size, place: pread(file, min(size, at_once), place))
     tensors = {str(size): torch.arange(100 + size, 100 + 2 * size, dtype=torch.uint8) for size in (5, 0, 7, 30, 14)}
     pieces = {name: Piece(tensor, (0,), (len(tensor),)) for name, tensor in tensors.items()}
     path = tmp_path / "tensors"
