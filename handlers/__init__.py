@@ -17,6 +17,8 @@ The example of a handler uses public names of `ignite_train`, an empty `director
     data = [torch.ones(8, 3)] * 4
 """
 
+from typing import TYPE_CHECKING
+
 from ignite_train.handlers.checkpoint import BestCheckpoint, Checkpoint
 from ignite_train.handlers.curvature_monitor import CurvatureMonitor
 from ignite_train.handlers.early_stopping import EarlyStopping
@@ -96,4 +98,5 @@ __all__ = [
     "predict",
 ]
 
-__getattr__ = answers_imports(__name__, "ignite_train")
+if not TYPE_CHECKING:  # or else each name would be known
+    __getattr__ = answers_imports(__name__, "ignite_train")

@@ -1,5 +1,7 @@
 """An exact, event-driven training loop on PyTorch-Ignite."""
 
+from typing import TYPE_CHECKING
+
 from ignite_train.create import create_supervised_trainer, create_trainer
 from ignite_train.data.grouping import AccumulationSteps
 from ignite_train.data.resumable_loader import ResumableLoader
@@ -124,4 +126,5 @@ __all__ = [
     "tune",
 ]
 
-__getattr__ = answers_imports(__name__, "ignite_train.handlers")
+if not TYPE_CHECKING:  # or else each name would be known
+    __getattr__ = answers_imports(__name__, "ignite_train.handlers")

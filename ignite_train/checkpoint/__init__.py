@@ -22,6 +22,8 @@ Example:
     []
 """
 
+from typing import TYPE_CHECKING
+
 from ignite_train.checkpoint.read_checkpoint import CheckpointInfo, Found, GroupInfo, best, find, read_checkpoint
 from ignite_train.other_words import answers_imports
 from ignite_train.tools.average_checkpoints import average_checkpoints
@@ -43,4 +45,5 @@ __all__ = [
     "verify",
 ]
 
-__getattr__ = answers_imports(__name__, "ignite_train.handlers", "ignite_train")
+if not TYPE_CHECKING:  # or else each name would be known
+    __getattr__ = answers_imports(__name__, "ignite_train.handlers", "ignite_train")
