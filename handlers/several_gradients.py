@@ -22,7 +22,7 @@ from ignite_train.trainer import Trainer
 
 __all__ = ["SeveralGradients"]
 
-Combine = Callable[[Mapping[str, Tensor]], Tensor | None]
+Combine = Callable[[dict[str, Tensor]], Tensor | None]
 
 
 class SeveralGradients(Handler):

@@ -268,7 +268,7 @@ def create_supervised_trainer(
     amp_mode: Literal["amp"] | None = None,
     scaler: bool = False,
     gradient_accumulation_steps: AccumulationSteps = 1,
-    model_fn: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
+    model_fn: Callable[[Any, Any], Any] = lambda model, x: model(x),
     *,
     max_grad_norm: float | Mapping[str, float] | None = None,
     precision: PrecisionName | None = None,

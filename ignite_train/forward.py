@@ -96,10 +96,11 @@ class ForwardOutput(NamedTuple):
     outputs: Any = None
 
 
-BoundForward = Callable[[nn.Module, Any], ForwardOutput | tuple[Any, ...] | Tensor]
-"""`forward(model, micro_batch)`, which knows the state if it needs one."""
+BoundForward = Callable[[Any, Any], ForwardOutput | tuple[Any, ...] | Tensor]
+"""`forward(model, micro_batch)`, which knows the state if it needs one. For type checkers the model is of any class, so that
+`forward` may name that of its own."""
 
-Forward = BoundForward | Callable[[nn.Module, Any, Any], ForwardOutput | tuple[Any, ...] | Tensor]
+Forward = BoundForward | Callable[[Any, Any, Any], ForwardOutput | tuple[Any, ...] | Tensor]
 """`forward(model, micro_batch)` or `forward(model, micro_batch, state)`, with the state of the engine that calls it. Returns
 a `ForwardOutput`, a plain tuple of its fields, or a scalar: a mean loss of weight 1. The second of a plain pair must be a whole
 number, since an accuracy or another loss may have been meant."""

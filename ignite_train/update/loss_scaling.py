@@ -42,7 +42,7 @@ class LossScaling(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """All that decides the scales to come, in plain types."""
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Any) -> None:
         """Takes it over."""
 
 
