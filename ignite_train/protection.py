@@ -63,7 +63,11 @@ def protect_ranks(trainer: Trainer, protect: Protect, model: nn.Module) -> Train
         chosen = {name: settings for name, settings in chosen.items() if isinstance(protect, Mapping) and name in protect}
     if trainer.config["reduction"] == "local" and not (isinstance(protect, Mapping) and protect.get(_CHECKS[0])):
         chosen.pop(_CHECKS[0], None)  # each rank has a norm of its own
-    handlers = [_make(trainer, name, settings) for name, settings in chosen.items()]
+    handlers = []
+    for name, settings in chosen.items():
+        handler, where = _make(trainer, name, settings)
+        handler.leave_unattached()  # in a single process, and where the settings of the next one are refused
+        handlers.append((handler, where))
     for handler, where in handlers if collectives.world_size() > 1 else ():
         handler.attach(trainer, *where)
         trainer.default_handlers.append(handler)

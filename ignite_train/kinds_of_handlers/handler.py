@@ -56,6 +56,10 @@ class Handler(Attachable):
         if "__init__" in vars(cls):
             cls.__init__ = _counted(answers_other_words(vars(cls)["__init__"]))  # type: ignore[method-assign]
 
+    def leave_unattached(self) -> None:
+        """Has no run warn that the handler was made and not attached."""
+        self.unattached.pop(self._number, None)
+
     def __repr__(self) -> str:
         """The class with those arguments of its construction that are attributes too."""
         kept = [name for name in inspect.signature(type(self)).parameters if name in vars(self)]

@@ -112,13 +112,18 @@ def test_several_ranks_are_protected_by_default_and_by_settings() -> None:
         assert found["seconds"] == [(7.0, 9.0)]
 
 
-def test_a_single_process_has_no_protection(build: Callable[..., Any], micro_batches: list[Any]) -> None:
-    """Nothing is attached, and no thread runs; settings are checked all the same."""
-    trainer = build(protect={"hang_watch": {"timeout_seconds": 7}}).trainer
+def test_a_single_process_has_no_protection(
+    build: Callable[..., Any], micro_batches: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is attached, no thread runs; settings are checked all the same, and no warning names what has checked them."""
+    with pytest.raises(ValueError, match="tolerance"):
+        build(protect={"grad_norm_consistency": {"tolerance": 0}})
+    trainer = build(protect={"hang_watch": {"timeout_seconds": 7}, "state_consistency": {"every": 5}}).trainer
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: names.extend(threads()))
     names: list[str] = []
     trainer.run(micro_batches, max_epochs=1)
     assert (attached(trainer), trainer.piggybacks, trainer.default_handlers, names) == ([], [], [], [])
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(
