@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from ignite_train.trainer import Trainer
 __all__ = ["Csv", "JsonLines", "LogFile"]
 
 
-class LogFile(RecordingHandler):
+class LogFile(RecordingHandler, ABC):
     """Writes `trainer.state.metrics` to a file of text, a line for each time, on rank 0 only; see `JsonLines` and `Csv`.
 
     Names have their group, as in `"train/loss"`, `"optimizer/grad_norm"`, `"speed/data_wait"`, `"validation/loss"`. A metric
@@ -82,17 +83,17 @@ class LogFile(RecordingHandler):
 
     # --- what a format says -----------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def _updates(self, file: BinaryIO) -> Iterator[int | None]:
         """The update of each line, and None for a line that has no update and stays.
 
         Raises:
             ValueError: the line is not whole.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _add(self, file: BinaryIO, place: Mapping[str, int], numbers: Mapping[str, float]) -> BinaryIO:
         """Writes a line at the end, and returns the file, or the one that has taken its place."""
-        raise NotImplementedError
 
     # --- the file ---------------------------------------------------------------------------------------------------------
 

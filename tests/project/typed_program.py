@@ -25,7 +25,7 @@ from ignite_train import (
     create_trainer,
 )
 from ignite_train.checkpoint import latest
-from ignite_train.handlers import CurvatureMonitor, SeveralGradients
+from ignite_train.handlers import CurvatureMonitor, LogFile, SeveralGradients
 
 Batch = tuple[Tensor, Tensor]
 
@@ -135,5 +135,6 @@ def mistake(trainer: ignite_train.Trainer, model: Net, optimizer: torch.optim.Op
     create_trainer(model, optimizer, 3)  # type: ignore[arg-type]
     create_trainer(model, optimizer, forward, precision="fp8")  # type: ignore[arg-type]
     create_trainer(model, optimizer, forward, acumulation_steps=2)  # type: ignore[call-arg]
+    LogFile("run.log").attach(trainer)  # type: ignore[abstract]
     trainer.run([], resume=latest("run"))  # type: ignore[arg-type]
     return trainer.state.update_output.loss  # type: ignore[union-attr]
