@@ -144,9 +144,9 @@ class ProgressLog(Handler):
         metrics = self._metrics(trainer)
         if self.style == "json":
             place = {"epoch": state.epoch, "update": state.iteration, "total": total}
-            _print(json_line(place | grouped_metrics(metrics, self._left_out)))
+            self._print(json_line(place | grouped_metrics(metrics, self._left_out)))
         elif self._bar is None or not self._evaluators:
-            _print(_line(_head(trainer, total), self._shown.parts(metrics)))
+            self._print(_line(_head(trainer, total), self._shown.parts(metrics)))
 
     def _metrics(self, trainer: Trainer) -> dict[str, float]:
         """The metrics of the trainer, and the losses and logs of those beside it under their names."""
@@ -171,7 +171,7 @@ class ProgressLog(Handler):
         self._shown.scores = self._scores(trainer)
         self._shown.start(single_metrics(state.metrics, self._left_out))
         if state.iteration and self._is_introduced and self.style != "json":
-            _print(f"continues after update {state.iteration}")
+            self._print(f"continues after update {state.iteration}")
         if self.style == "bar" or (self.style == "auto" and _has_bars()):
             self._with_bar.enter_context(logging_redirect_tqdm())
             epoch = f"epoch {_of(state.epoch + (not trainer.progress.epoch_open), state.max_epochs)}"
@@ -186,14 +186,14 @@ class ProgressLog(Handler):
             return
         self._is_introduced, state = True, trainer.state
         for line in introduction(trainer.model, trainer.optimizers.values(), trainer.config, state, state.dataloader):
-            _print(line)
+            self._print(line)
         handlers = (trainer.checkpoint, *stateful_handlers(trainer).values())
         rows = [row for one in handlers if isinstance(one, Attachable) for row in one.rows_at_end()]
         if paths := [text.rpartition(" (")[0] for name, text in rows if name == "files"]:
-            _print(f"writes to {paths[0]}" + f" and {len(paths) - 1} more" * (len(paths) > 1))
+            self._print(f"writes to {paths[0]}" + f" and {len(paths) - 1} more" * (len(paths) > 1))
         if state.iteration:
             read = trainer.checkpoint.latest if isinstance(trainer.checkpoint, Attachable) else None
-            _print(f"resumed after update {state.iteration}" + (f" from {read}" if read is not None else ""))
+            self._print(f"resumed after update {state.iteration}" + (f" from {read}" if read is not None else ""))
 
     def _advance(self, trainer: Trainer) -> None:
         bar = self._bar
@@ -249,12 +249,17 @@ class ProgressLog(Handler):
 
     # --- lines ------------------------------------------------------------------------------------------------------------
 
+    def _print(self, line: str) -> None:
+        # Also without the lock a bar of the script stays below the line. To make the lock fixes how multiprocessing starts.
+        tqdm.write(line, nolock=self._bar is None)
+        sys.stdout.flush()  # a log file, too, is read while the run continues
+
     def _print_evaluation(self, evaluator: Engine, trainer: Trainer, tag: str) -> None:
         self._close_evaluation()
         state, metrics = trainer.state, evaluator.state.metrics
         if self.style == "json":
             place = {"epoch": state.epoch, "update": state.iteration}
-            _print(json_line(place | grouped_metrics(metrics, self._left_out, tag)))
+            self._print(json_line(place | grouped_metrics(metrics, self._left_out, tag)))
             return
         head = f"{tag} after update {state.iteration}:"
         found, training = single_metrics(metrics, self._left_out), single_metrics(state.metrics, self._left_out)
@@ -272,7 +277,7 @@ class ProgressLog(Handler):
         handlers = stateful_handlers(trainer).values()
         marks = ["*"] if any(isinstance(one, Attachable) and one.improves(evaluator) for one in handlers) else []
         parts = {text: (index, text) for index, text in enumerate(texts, start=1)}
-        _print(_line(head, parts | {mark: (0, mark) for mark in marks}))
+        self._print(_line(head, parts | {mark: (0, mark) for mark in marks}))
 
     def _note_end(self) -> None:
         self._close()
@@ -290,7 +295,7 @@ class ProgressLog(Handler):
         state, seconds = trainer.state, time.perf_counter() - self._started
         if self.style == "json":
             counts = {"finished": state.iteration, "steps": state.num_steps, "skipped": state.num_skipped}
-            _print(json_line({"epoch": state.epoch, **counts, "seconds": seconds}))
+            self._print(json_line({"epoch": state.epoch, **counts, "seconds": seconds}))
             return
         epochs = f"{state.epoch} epoch" + "s" * (state.epoch != 1)
         total, ending, number = _total(trainer), "finished", str(state.iteration)
@@ -300,9 +305,9 @@ class ProgressLog(Handler):
             ending = "ended WITHOUT A STEP"
         updates = f"{number} updates ({state.num_steps} steps, {state.num_skipped} skipped)"
         here = f", {state.iteration - self._begin} updates in this run" if self._begin else ""
-        _print(f"{ending} after {updates} in {epochs}{here}, {seconds:.1f} s")
+        self._print(f"{ending} after {updates} in {epochs}{here}, {seconds:.1f} s")
         for name, text in _table(trainer):
-            _print(f"  {name:<8}{text}")
+            self._print(f"  {name:<8}{text}")
 
 
 class _Shown:
@@ -424,11 +429,6 @@ def _thousands(number: float) -> str:
 def _clock(seconds: float) -> str:
     """`"0:12:34"`."""
     return str(timedelta(seconds=round(min(max(seconds, 0.0), 1e9))))
-
-
-def _print(line: str) -> None:
-    tqdm.write(line)
-    sys.stdout.flush()  # a log file, too, is read while the run continues
 
 
 def _table(trainer: Trainer) -> Iterator[tuple[str, str]]:

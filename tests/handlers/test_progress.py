@@ -12,6 +12,7 @@ import pty
 import re
 import signal
 import struct
+import subprocess
 import sys
 import termios
 import threading
@@ -606,6 +607,40 @@ def test_a_line_can_be_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", output)
     trainer.run(DATA)
     assert seen == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_lines_leave_the_start_method_of_processes_to_the_script() -> None:
+    """A script may choose it after a run: tqdm's lock, which fixes it, is not made where no bar is open."""
+    script = """
+import multiprocessing
+import torch
+from ignite.engine import Events
+from ignite_train import create_trainer
+from ignite_train.handlers import ProgressLog
+model = torch.nn.Linear(2, 1)
+trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).mean())
+ProgressLog().attach(trainer, Events.ITERATION_COMPLETED(every=1))
+trainer.run([torch.ones(2, 2)])
+multiprocessing.set_start_method("spawn")
+"""
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "update 1/1" in ended.stdout
+
+
+def test_a_bar_of_the_script_stays_below_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line has a row of its own, also where the bar is not ours."""
+    trainer, _, _ = make()
+    ProgressLog("simple").attach(trainer, EVERY(every=3))
+    with terminal(monkeypatch, 80) as text, tqdm(total=2, desc="mine", file=sys.stderr) as bar:
+        trainer.run(DATA, max_epochs=1)
+        bar.update(2)
+    screen = Screen(80)
+    screen.show(text[0])
+    rows = [row.split()[0].rstrip(":") for row in screen.rows if row.strip()]
+    assert rows == ["Linear,", "6", "epoch", "epoch", "finished", "mine"]
 
 
 @pytest.mark.parametrize(
