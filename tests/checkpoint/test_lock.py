@@ -596,7 +596,10 @@ def _renamed(directory: Path) -> None:
 
 
 def _removed(directory: Path) -> None:
-    shutil.rmtree(directory)
+    """Gone at once. The thread that removes old checkpoints would write a lock file again while the directory is emptied."""
+    gone = directory.with_name("gone")
+    directory.rename(gone)
+    shutil.rmtree(gone)
 
 
 def _replaced(directory: Path) -> None:
