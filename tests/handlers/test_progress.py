@@ -155,6 +155,7 @@ def test_a_narrow_terminal_leaves_out_what_does_not_fit(monkeypatch: pytest.Monk
     trainer.add_event_handler(EVERY(once=2), lambda: evaluator.run(DATA))
     trainer.add_event_handler(EVERY(once=3), trainer.terminate)
     ProgressLog().attach(trainer, evaluator=evaluator)
+    trainer.add_event_handler(Events.ITERATION_STARTED, Clock(monkeypatch).take, 0.01)  # or else days to go may need more room
     with terminal(monkeypatch, 72) as text:
         trainer.run(DATA * 2000, max_epochs=10)
     screen = Screen(72)
