@@ -94,6 +94,9 @@ def optional(field: Field) -> Field:
 def check_fields(owner: str, state_dict: Any, fields: Mapping[str, Field]) -> None:
     """Checks that `state_dict` has all `fields`, of the kinds that they must have: a file may hold anything.
 
+    Other keys are left alone, since a class of the user's may add some. A key that a later version adds must be read with a
+    default and not be among `fields`, because the checkpoints of earlier versions lack it.
+
     Raises:
         TypeError: `state_dict` is not a mapping.
         ValueError: a key is missing, or a value is of another kind.

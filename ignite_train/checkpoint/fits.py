@@ -13,8 +13,8 @@ import inspect
 import math
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
 from itertools import islice
 from typing import Any, NamedTuple
@@ -276,11 +276,40 @@ class Fit:
             buffers = self.objects.buffers().get(module, {})
             saved = {name: claimed[name] for name in buffers if name in claimed}
             check_module(self.path, module, {name: buffers[name] for name in saved}, saved)
-        results, fields_of_record = self.states["results"], {field.name for field in fields(UpdateOutput)}
-        output = results.get("output")
-        is_record = isinstance(output, dict) and output.keys() == fields_of_record
-        if results.keys() != {"output"} or not (output is None or is_record):
-            raise CheckpointError(f"{self.path} has invalid results of an update: {describe(results)}")
+        results = self.states["results"]
+        problem = _why_no_record(results, {"output"}, {"output"})
+        if not problem and results["output"] is not None:
+            problem = _why_no_record(results["output"], *_fields_of(UpdateOutput))
+        if problem:
+            raise CheckpointError(f"{self.path} has invalid results of an update: {problem}")
+
+
+# --- records ---
+
+
+def _fields_of(kind: Any) -> tuple[set[str], set[str]]:
+    """The fields of a dataclass that have no default, and all."""
+    needed = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
+    return needed, {one.name for one in fields(kind)}
+
+
+def _why_no_record(saved: Any, needed: Set[str], known: Set[str]) -> str:
+    """Why a record cannot be read; empty if it can. An older version did not write what it did not know yet.
+
+    Args:
+        saved: the record.
+        needed: the names that it must have; what a later version adds has a default and is none of them.
+        known: all names that it may have.
+    """
+    if not isinstance(saved, dict) or not needed <= saved.keys():
+        return describe(saved)
+    unknown = [f"{name!r:.40}" for name in saved if name not in known]
+    if not unknown:
+        return ""
+    return (
+        f"this version of ignite_train does not know {unknown[0]}, which most likely a newer version wrote; resume with the "
+        "version that wrote it, or start in another directory"
+    )
 
 
 # --- modules ---

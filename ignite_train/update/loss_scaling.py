@@ -23,6 +23,8 @@ __all__ = [
     "scale_near_floor",
 ]
 
+_ANOTHER_WROTE_IT = "another policy wrote it, or a newer version of ignite_train; use that one, or start with a fresh scale"
+
 
 @runtime_checkable
 class LossScaling(Protocol):
@@ -92,7 +94,9 @@ class StaticLossScaling:
             ValueError: it is the state of another policy, or the scale is not a positive number.
         """
         if set(state_dict) != {"scale"}:
-            raise ValueError(f"StaticLossScaling state must have the key 'scale' alone, got {list(state_dict)!r:.80}")
+            raise ValueError(
+                f"StaticLossScaling state must have the key 'scale' alone, got {list(state_dict)!r:.80}: {_ANOTHER_WROTE_IT}"
+            )
         real_number("scale", state_dict["scale"], above=0)
 
 
@@ -100,7 +104,7 @@ class _DynamicLossScaling:
     """The common part of the growing policies: bounds, the policy at the floor, and a state with all counters."""
 
     enabled = True
-    _saved: tuple[str, ...] = ("scale",)
+    _saved: tuple[str, ...] = ("scale",)  # what is added later is read with a default, as older states lack it
 
     def __init__(self, init_scale: float, min_scale: float, max_scale: float, on_floor: str) -> None:
         self.scale = real_number("init_scale", init_scale, above=0)
@@ -133,7 +137,8 @@ class _DynamicLossScaling:
         """
         if set(state_dict) != set(self._saved):
             raise ValueError(
-                f"{type(self).__name__} state must have the keys {list(self._saved)}, got {list(state_dict)!r:.80}"
+                f"{type(self).__name__} state must have the keys {list(self._saved)}, got {list(state_dict)!r:.80}: "
+                f"{_ANOTHER_WROTE_IT}"
             )
         real_number("scale", state_dict["scale"], above=0)
         for name in self._saved[1:]:

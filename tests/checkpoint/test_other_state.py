@@ -34,10 +34,12 @@ from bits import bit_by_bit
 from ignite_train import (
     CheckpointError,
     ForwardOutput,
+    StaticLossScaling,
     TorchLossScaling,
     Trainer,
     TrainEvents,
     UpdateOptions,
+    UpdateOutput,
     create_evaluator,
     create_trainer,
 )
@@ -947,6 +949,46 @@ def test_what_is_no_state_is_refused_before_anything_changes(change: Any, messag
     saved(tmp_path)
     forge(tmp_path, change)
     assert message in refusal(build(tmp_path))
+
+
+def test_what_an_older_version_did_not_record_of_an_update_has_its_default(tmp_path: Path) -> None:
+    """Each number of the record that has a default is left out, as it would be by a version that did not know it yet."""
+    saved(tmp_path)
+
+    def leave_out(index: Any, _: Any) -> None:
+        record = next(entry for entry in index["objects"]["results"]["dict"] if entry[0] == "output")[1]["dict"]
+        record[:] = [entry for entry in record if entry[0] in ("loss", "sample_size", "grad_norm")]
+        kept.update(record)
+
+    kept: dict[str, float] = {}
+    forge(tmp_path, leave_out)
+    trainer, seen = build(tmp_path), list[UpdateOutput | None]()
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: seen.append(trainer.state.update_output))
+    trainer.run(LOADER, max_iters=4)
+    assert seen[0] == UpdateOutput(**kept)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("keys", [("output",), ()], ids=["in the record", "beside the record"])
+def test_what_a_newer_version_recorded_of_an_update_is_refused(keys: tuple[str, ...], tmp_path: Path) -> None:
+    """The line does not say that the checkpoint is damaged, and nothing is renamed."""
+    saved(tmp_path)
+
+    def add(index: Any, _: Any) -> None:
+        here = index["objects"]["results"]
+        for key in keys:
+            here = next(entry for entry in here["dict"] if entry[0] == key)[1]
+        here["dict"].append(["num_flips", 3])
+
+    path = forge(tmp_path, add)
+    assert "ignite_train does not know 'num_flips', which most likely a newer version wrote; resume" in refusal(build(tmp_path))
+    assert path.is_dir()
+
+
+@pytest.mark.parametrize("scaling", [TorchLossScaling(8.0), StaticLossScaling(8.0)], ids=["torch", "static"])
+def test_what_a_newer_version_saved_of_the_loss_scaling_is_refused(scaling: Any) -> None:
+    with pytest.raises(ValueError, match=r"got .*'num_flips'.*: another policy wrote it, or a newer version of ignite_train"):
+        scaling.load_state_dict({**scaling.state_dict(), "num_flips": 3})
 
 
 @pytest.mark.parametrize(("key", "value"), [("good_updates", "7"), ("good_updates", -1), ("scale", "1")])
