@@ -12,7 +12,7 @@ A caller's mistake that is known before the first batch is a plain `ValueError` 
     ├── GradientAccessError    (RuntimeError)        gradients were asked for, or changed, where they are a sum
     ├── CheckpointError        (RuntimeError)        a checkpoint could not be written, found or read
     │   ├── DamagedCheckpointError                   a file is missing, cut short or altered
-    │   ├── CheckpointFormatError                    a newer version of this library wrote the checkpoint
+    │   ├── CheckpointFormatError                    another version of this library wrote the checkpoint
     │   └── UnreadableCheckpointError                the disk gave an error while a checkpoint was read
     ├── NonFiniteError         (FloatingPointError)  the reduced gradient norm or loss is inf or NaN
     ├── GaveUpError            (RuntimeError)        too many updates in a row were skipped or ran out of memory
@@ -163,21 +163,24 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class CheckpointFormatError(CheckpointError):
-    """A checkpoint has a newer format than this version of the library reads. It may well be whole: it is left untouched.
+    """A checkpoint has a format that this version of the library does not read. It may well be whole: it is left untouched.
 
     Attributes:
         path: of the checkpoint.
         found: its format.
         newest: the newest format that this version reads.
+        earlier: where it is too old, what the message says of the version that wrote it; empty where it is too new.
+        reason: why this version does not read it.
     """
 
-    def __init__(self, path: str, found: int, newest: int) -> None:
-        self.path, self.found, self.newest = path, found, newest
+    def __init__(self, path: str, found: int, newest: int, earlier: str = "") -> None:
+        self.path, self.found, self.newest, self.earlier = path, found, newest, earlier
         self.reason = f"it has format {found}, and this version of ignite_train reads formats up to {newest}"
-        super().__init__(
-            f"checkpoint {path} cannot be used: {self.reason}; nothing was renamed: use the version that wrote it or a newer "
-            "one, or move it to another directory"
-        )
+        remedy = "use the version that wrote it or a newer one, or move it to another directory"
+        if earlier:
+            self.reason = f"it was written by an earlier version of ignite_train, {earlier}"
+            remedy = "finish with that version, or start in another directory"
+        super().__init__(f"checkpoint {path} cannot be used: {self.reason}; nothing was renamed: {remedy}")
 
 
 class LockTakenOverError(CheckpointError):

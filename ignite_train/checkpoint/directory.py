@@ -219,7 +219,8 @@ class CheckpointDirectory:
 
         Raises:
             CheckpointError: another run writes here; or the directory is no longer that of the saves before, in this run.
-            CheckpointFormatError: there is a checkpoint of a newer format, which this version can neither order nor replace.
+            CheckpointFormatError: there is a checkpoint of a format that is not read, so that it can be neither ordered nor
+                replaced.
         """
         if self.lock is None or not self.lock.token:  # once it is held, a directory that is gone must not be made again
             self._make()

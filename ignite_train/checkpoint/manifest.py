@@ -23,6 +23,7 @@ __all__ = [
     "MANIFEST",
     "MAX_INDEX_BYTES",
     "MAX_MARKS",
+    "OLDEST",
     "FileRecord",
     "Manifest",
     "UnusableCheckpoint",
@@ -46,6 +47,8 @@ __all__ = [
 
 FORMAT = 1
 """The format that is written, and the newest that is read; see docs/reliability.md for when it is raised."""
+OLDEST = 1
+"""The oldest format that is read."""
 MANIFEST = "manifest.json"
 MAX_INDEX_BYTES = 256 * 2**20
 MAX_MARKS = 16 * MAX_NODES
@@ -61,7 +64,7 @@ _CHECKPOINT = re.compile(r"update-\d{8,12}(\.\d{1,6})?")
 
 
 UnusableCheckpoint = DamagedCheckpointError | UnreadableCheckpointError | CheckpointFormatError
-"""Why a checkpoint cannot be used: it is damaged, the disk failed, or a newer version of this library wrote it."""
+"""Why a checkpoint cannot be used: it is damaged, the disk failed, or it has a format that this version does not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +222,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
     Raises:
         DamagedCheckpointError: it is missing, or not what was written.
-        CheckpointFormatError: it has a newer format.
+        CheckpointFormatError: it has a format that is not read.
         UnreadableCheckpointError: the disk gave an error.
     """
     try:
@@ -234,7 +237,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def reading_error(checkpoint: Path, error: Exception) -> UnusableCheckpoint:
-    """What an error while reading a checkpoint means: it is not what was written, it has a newer format, or the disk failed.
+    """What an error while reading a checkpoint means: it is not what was written, its format is not read, or the disk failed.
 
     Of the system's errors only these speak of the checkpoint itself: something is not there, or is not of the kind that was
     written. Any other one (no permission, an error of the device, a stale handle) may have passed by the next attempt.
@@ -251,7 +254,7 @@ def parse_manifest(data: bytes, checkpoint: Path) -> Manifest:
 
     Raises:
         ValueError: it is invalid; or TypeError.
-        CheckpointFormatError: it has a newer format.
+        CheckpointFormatError: it has a format that is not read.
     """
     if len(data) > _MAX_MANIFEST_BYTES:
         raise ValueError(f"its manifest has {len(data)} bytes, more than a manifest may have")
@@ -297,7 +300,10 @@ def _checked(values: Any, checkpoint: Path) -> Manifest:
     found = values.get("format") if isinstance(values, dict) else None
     if type(found) is int and FORMAT < found < _NO_FORMAT:
         raise CheckpointFormatError(str(checkpoint), found, FORMAT)
-    if type(found) is not int or found != FORMAT:
+    if type(found) is int and 0 < found < OLDEST:
+        earlier = f"in format {found}, and this one reads formats from {OLDEST} on"
+        raise CheckpointFormatError(str(checkpoint), found, FORMAT, earlier)
+    if type(found) is not int or not OLDEST <= found <= FORMAT:
         raise ValueError(f"its manifest has the invalid format {found!r:.20}")
     fields = {key: value for key, value in values.items() if key != "format"}
     if set(fields) != set(Manifest.__slots__):
@@ -314,6 +320,8 @@ def _checked(values: Any, checkpoint: Path) -> Manifest:
         raise ValueError("its manifest has invalid versions")
     expected = {name for rank in range(fields["world_size"]) for name in file_names(rank)}
     if not isinstance(files, dict) or {name for name in files if not is_frozen_name(name)} != expected:
+        if isinstance(files, dict) and {*files} == {name.replace(".safetensors", ".bin") for name in expected}:
+            raise CheckpointFormatError(str(checkpoint), found, FORMAT, "before 0.1.0, in another format")
         raise ValueError("its manifest does not list the two files of each rank")
     return Manifest(**{**fields, "files": {name: _checked_record(name, record) for name, record in files.items()}})
 

@@ -65,7 +65,7 @@ class Found:
 
     @property
     def unreadable(self) -> str:
-        """Why it cannot be read although it may be whole: an error of the disk, or a newer format; empty if it can be read."""
+        """Why it cannot be read although it may be whole: an error of the disk, or its format; empty if it can be read."""
         return "" if self.error is None or self.damage else self.error.reason
 
 

@@ -105,8 +105,8 @@ def _whole(_path: KeyPath, _shape: tuple[int, ...]) -> None:
 class CheckpointReader:
     """Reads a checkpoint. Close it, or use it in a `with`.
 
-    Anything wrong with it raises a `DamagedCheckpointError`, an error of the disk an `UnreadableCheckpointError`, and a newer
-    format a `CheckpointFormatError`. Only what is asked for is read and checked; `verify` reads everything.
+    Anything wrong with it raises a `DamagedCheckpointError`, an error of the disk an `UnreadableCheckpointError`, and a
+    format that is not read a `CheckpointFormatError`. Only what is asked for is read and checked; `verify` reads everything.
 
     Args:
         path: the checkpoint's directory.

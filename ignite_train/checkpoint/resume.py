@@ -161,7 +161,7 @@ def checkpoint_to_resume(own: CheckpointDirectory, resume: str | Path, *, begins
     Raises:
         ValueError: `resume` is neither a known word nor a directory that exists; or it is `"never"`, and there are checkpoints.
         CheckpointError: there must be one, and none was found; or all are damaged; or the directory cannot be read; or one of
-            them has a newer format.
+            them has a format that is not read.
     """
     directory, own_first = own, False
     if not (isinstance(resume, str) and resume in _WORDS):
@@ -213,8 +213,8 @@ def read_agreed(
 ) -> tuple[T, Manifest, Path]:
     """Reads the first of `names` that is whole for every rank. Collective.
 
-    If one is damaged, a warning says what is wrong with it, and the next older one is tried. An error of the disk, and a newer
-    format, are not damage: they are raised, and nothing is renamed.
+    If one is damaged, a warning says what is wrong with it, and the next older one is tried. An error of the disk, and a
+    format that is not read, are not damage: they are raised, and nothing is renamed.
 
     Args:
         root: their directory.

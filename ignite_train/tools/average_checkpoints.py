@@ -47,7 +47,7 @@ def average_checkpoints(
         ValueError: `paths` is empty, or `last` is below 1.
         CheckpointError: there are fewer than `last` checkpoints, or they are not of one model.
         DamagedCheckpointError: something that was needed is not what was written; with `last`, the manifest of any checkpoint.
-        CheckpointFormatError: with `last`, one of the checkpoints has a newer format.
+        CheckpointFormatError: with `last`, one of the checkpoints has a format that is not read.
         UnreadableCheckpointError: with `last`, the disk gave an error for some checkpoint.
 
     Example:

@@ -22,7 +22,7 @@ def verify(path: str | Path) -> None:
 
     Raises:
         DamagedCheckpointError: something in it is not what was written.
-        CheckpointFormatError: it has a newer format.
+        CheckpointFormatError: it has a format that is not read.
         UnreadableCheckpointError: the disk gave an error.
     """
     with CheckpointReader(path_of("path", path)) as reader:
@@ -37,7 +37,7 @@ def latest(directory: str | Path) -> Path | None:
     Raises:
         CheckpointError: the directory does not exist, or its run removes each checkpoint before it is read.
         UnreadableCheckpointError: the disk gave an error, so that it cannot be known.
-        CheckpointFormatError: one has a newer format, and may be the newest.
+        CheckpointFormatError: one has a format that is not read, and may be the newest.
     """
     for _ in range(MOST_LOOKS):
         entries = readable(directory)

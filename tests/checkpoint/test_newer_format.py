@@ -1,4 +1,4 @@
-"""A checkpoint of a newer format is refused and left untouched; handlers keep the names under which they are saved."""
+"""A checkpoint of another format is refused and left untouched; handlers keep the names under which they are saved."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from ignite_train import (
     handlers,
 )
 from ignite_train import checkpoint as checkpoints
+from ignite_train.checkpoint import manifest as manifest_module
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, TrainingMetrics, outer_optimizer
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.tools.checkpoint_command import checkpoint_command as main
@@ -173,6 +175,69 @@ def test_the_commands_do_not_take_a_newer_format_for_damaged(tmp_path: Path, cap
         output = capsys.readouterr().out
         assert f"{NEW}  cannot be read: it has format 7" in output
         assert "damaged" not in output
+
+
+# --- an older format ------------------------------------------------------------------------------------------------------
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Another manifest, with the right checksum."""
+    manifest = json.loads((path / "manifest.json").read_bytes())["manifest"]
+    change(manifest)
+    body = json.dumps(manifest, separators=(",", ":")).encode()
+    (path / "manifest.json").write_bytes(b'{"crc32":"%08x","manifest":%b}\n' % (zlib.crc32(body), body))
+
+
+def in_the_layout_of_before(manifest: dict[str, Any]) -> None:
+    """As it was written until 24 November 2026, under the number 1."""
+    del manifest["files"]["rank-00000.safetensors"]
+    manifest["files"]["rank-00000.bin"] = {"size": 12796, "crc32": None}
+
+
+def set_format(manifest: dict[str, Any]) -> None:
+    manifest["format"] = 2
+
+
+EARLIER = {
+    "before 0.1.0": (in_the_layout_of_before, 1, 1, "before 0.1.0, in another format"),
+    "an older number": (set_format, 3, 5, "in format 2, and this one reads formats from 3 on"),
+}
+
+
+@pytest.mark.parametrize("resume", ["auto", "must", "never", "checkpoint"])
+@pytest.mark.parametrize("name", EARLIER)
+def test_an_older_format_that_is_not_read_is_refused_and_left_untouched(
+    name: str, resume: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not called damaged, and no other checkpoint is used in its place; one line says what to do."""
+    change, oldest, newest, says = EARLIER[name]
+    path = store(tmp_path, OLD)
+    monkeypatch.setattr(manifest_module, "OLDEST", oldest)
+    monkeypatch.setattr(manifest_module, "FORMAT", newest)
+    rewritten(path, change)
+    stored = (path / "manifest.json").read_bytes()
+    message = refusal(tmp_path, path if resume == "checkpoint" else resume)
+
+    assert (
+        f"{OLD} cannot be used: it was written by an earlier version of ignite_train, {says}; nothing was renamed: finish with "
+        "that version, or start in another directory"
+    ) in message
+    assert "\n" not in message
+    assert names(tmp_path) == [OLD]
+    assert (path / "manifest.json").read_bytes() == stored
+    with pytest.raises(CheckpointFormatError) as caught:
+        checkpoints.verify(path)
+    assert (caught.value.path, caught.value.newest) == (str(path), newest)
+    assert main(["list", str(tmp_path)]) == 1
+
+
+def test_each_format_from_the_oldest_to_the_newest_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = store(tmp_path, OLD)
+    monkeypatch.setattr(manifest_module, "OLDEST", 2)
+    monkeypatch.setattr(manifest_module, "FORMAT", 3)
+    for found in (2, 3):
+        rewritten(path, lambda manifest, found=found: manifest.update(format=found))
+        checkpoints.verify(path)
 
 
 SAVED_NAMES = {

@@ -21,7 +21,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "GradientAccessError": ("not now",),
     "CheckpointError": ("not written",),
     "DamagedCheckpointError": ("runs/update-00000001", "it is cut short"),
-    "CheckpointFormatError": ("runs/update-00000003", 2, 1),
+    "CheckpointFormatError": ("runs/update-00000003", 2, 5, "in format 2, and this one reads formats from 3 on"),
     "UnreadableCheckpointError": ("runs/update-00000002", "an I/O error"),
     "LockTakenOverError": ("taken over",),
     "NonFiniteError": (3, 0.5, float("inf"), ("rank 0, NaN in the loss", "rank 1, inf in the loss"), (2, 3)),
