@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -87,9 +88,11 @@ class Validation(Handler):
         self.is_best = False
         self._latest_update: int | None = None
         self._read: Iterable[Any] | None = None  # the loader of the latest validation
+        self._trainer: weakref.ref[Trainer] | None = None  # once it is attached
 
     def attach(self, trainer: Trainer, event: Event = Events.EPOCH_COMPLETED) -> RemovableEventHandle:
         """Validates at `event`, before the handlers there that `add_event_handler` adds, whatever the order of attaching."""
+        self._trainer = weakref.ref(trainer)
         if is_read_once(self.loader):
             if event is Events.EPOCH_COMPLETED:
                 trainer.add_event_handler(Events.STARTED, self._refuse_iterator)
@@ -126,8 +129,9 @@ class Validation(Handler):
         self._latest_update = update
 
     def settings(self) -> dict[str, Any]:
-        """The arguments but the data, with None for the score where others may decide."""
-        given = super().settings() | ({} if self._default is None else {"score": None, "mode": None})
+        """The arguments but the data, with the score that it follows, whether it was given one or others decide."""
+        score, mode = self._followed(None if self._trainer is None else self._trainer())
+        given = {**super().settings(), "score": score, "mode": mode}
         return {name: value for name, value in given.items() if name != "loader"}
 
     def scores(self) -> list[tuple[Engine, str | None, str | None]]:
@@ -189,19 +193,24 @@ class Validation(Handler):
         at_end = [handler for event, handler, _ in attached(self.evaluator) if event == Events.COMPLETED]
         return not all(is_of_library(handler) for handler in at_end)
 
-    def _scores_of_others(self, trainer: Trainer) -> list[tuple[str, str]]:
+    def _scores_of_others(self, trainer: Trainer | None) -> list[tuple[str, str]]:
         """The metrics that other handlers need of this evaluator, each with its mode."""
-        scores = scores_of((trainer.checkpoint, *stateful_handlers(self.evaluator).values()))
+        checkpoint = None if trainer is None else trainer.checkpoint
+        scores = scores_of((checkpoint, *stateful_handlers(self.evaluator).values()))
         return [(name, mode) for evaluator, name, mode in scores if evaluator is self.evaluator and name and mode]
+
+    def _followed(self, trainer: Trainer | None) -> tuple[str, str]:
+        """The score that decides, and its mode: where others may decide, that of the handlers that are attached now."""
+        if self._default is None:
+            return self.score, self.mode
+        of_others = {*self._scores_of_others(trainer)}
+        return of_others.pop() if len(of_others) == 1 else self._default
 
     def _choose_score(self, trainer: Trainer) -> None:
         """Takes the score of the others, which may have been attached later; the best of another score is forgotten."""
-        if self._default is None:
-            return
-        followed = {*self._scores_of_others(trainer)}
-        chosen = followed.pop() if len(followed) == 1 else self._default
-        if chosen != (self.score, self.mode):
-            (self.score, self.mode), self.best, self.best_update = chosen, None, None
+        followed = self._followed(trainer)
+        if followed != (self.score, self.mode):
+            (self.score, self.mode), self.best, self.best_update = followed, None, None
 
     def _skip_completed(self) -> None:
         self.evaluator.terminate(skip_completed=True)

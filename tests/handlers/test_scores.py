@@ -468,6 +468,30 @@ def test_a_resumed_validation_keeps_the_best_of_the_score_that_it_follows(
     assert (validation.score, validation.best, validation.best_update) == ("accuracy", 0.5, 4)
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "told"),
+    [
+        (({"score": "accuracy"}, "stopping"), ({}, "stopping"), []),
+        (({}, "stopping"), ({"score": "accuracy"}, "stopping"), []),
+        (({"score": "loss"}, "plateau"), ({}, "plateau"), []),
+        (({}, "plateau"), ({}, "plateau", "stopping"), []),
+        (({}, "plateau"), ({}, "checkpoint"), ["score: 'loss' -> 'accuracy'", "mode: 'min' -> 'max'"]),
+    ],
+    ids=["left out", "named", "the default", "the others follow two", "another score"],
+)
+def test_a_resumed_run_tells_which_score_its_validation_really_follows(
+    before: Any, now: Any, told: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether the script names it or another handler decides makes no difference."""
+    (settings, *kinds), (other, *others) = before, now
+    following(tmp_path, *kinds, **settings)[0].run(2)
+    caplog.clear()
+    following(tmp_path, *others, **other)[0].run(4)
+    line = next((line for line in caplog.messages if "resuming from" in line), "")
+    assert [part for part in told if f"handlers.Validation.{part} (the script's is used)" in line] == told
+    assert line.count("handlers.Validation.") == len(told)
+
+
 def test_a_plateau_of_the_other_direction_is_refused() -> None:
     """The scheduler of torch has the default "min"; `mode` says that it is meant."""
     evaluator, optimizer = Scripted([1.0]).evaluator, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
