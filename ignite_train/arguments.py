@@ -8,6 +8,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
@@ -33,6 +34,7 @@ __all__ = [
     "describe",
     "did_you_mean",
     "directory_of",
+    "field_names",
     "mapping_of",
     "named_ranks",
     "one_of",
@@ -111,6 +113,12 @@ def check_fields(owner: str, state_dict: Any, fields: Mapping[str, Field]) -> No
             raise ValueError(
                 f"state_dict[{key!r}] must be {field.what}, got {state_dict[key]!r:.60}; it is not that of {owner}"
             )
+
+
+def field_names(kind: Any) -> tuple[set[str], set[str]]:
+    """The names that the record of a dataclass must have, and all that it may: a field with a default may be newer than it."""
+    needed = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
+    return needed, {one.name for one in fields(kind)}
 
 
 def check_same_model(saved: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.lr_scheduler import LRScheduler
 
-from ignite_train.arguments import describe
+from ignite_train.arguments import describe, field_names
 from ignite_train.checkpoint.run_objects import (
     PROGRESS,
     PublishedMetrics,
@@ -279,18 +279,12 @@ class Fit:
         results = self.states["results"]
         problem = _why_no_record(results, {"output"}, {"output"})
         if not problem and results["output"] is not None:
-            problem = _why_no_record(results["output"], *_fields_of(UpdateOutput))
+            problem = _why_no_record(results["output"], *field_names(UpdateOutput))
         if problem:
             raise CheckpointError(f"{self.path} has invalid results of an update: {problem}")
 
 
 # --- records ---
-
-
-def _fields_of(kind: Any) -> tuple[set[str], set[str]]:
-    """The fields of a dataclass that have no default, and all."""
-    needed = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
-    return needed, {one.name for one in fields(kind)}
 
 
 def _why_no_record(saved: Any, needed: Set[str], known: Set[str]) -> str:

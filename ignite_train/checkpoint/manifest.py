@@ -14,6 +14,7 @@ from typing import Any
 
 from zlib_ng import zlib_ng
 
+from ignite_train.arguments import field_names
 from ignite_train.checkpoint.disk import naming
 from ignite_train.checkpoint.tree import MAX_NODES, decode
 from ignite_train.errors import CheckpointError, CheckpointFormatError, DamagedCheckpointError, UnreadableCheckpointError
@@ -306,7 +307,8 @@ def _checked(values: Any, checkpoint: Path) -> Manifest:
     if type(found) is not int or not OLDEST <= found <= FORMAT:
         raise ValueError(f"its manifest has the invalid format {found!r:.20}")
     fields = {key: value for key, value in values.items() if key != "format"}
-    if set(fields) != set(Manifest.__slots__):
+    needed, known = field_names(Manifest)
+    if not needed <= fields.keys() <= known:
         raise ValueError("its manifest has unexpected or missing fields")
     counts = [fields[name] for name in ("update", "epoch", "serial", "world_size")]
     if not all(type(count) is int and 0 <= count < 2**53 for count in counts) or not 1 <= fields["world_size"] < 100_000:

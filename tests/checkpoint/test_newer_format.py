@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from ignite_train import (
 )
 from ignite_train import checkpoint as checkpoints
 from ignite_train.checkpoint import manifest as manifest_module
+from ignite_train.checkpoint.manifest import Manifest
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, TrainingMetrics, outer_optimizer
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.tools.checkpoint_command import checkpoint_command as main
@@ -238,6 +240,26 @@ def test_each_format_from_the_oldest_to_the_newest_is_read(tmp_path: Path, monke
     for found in (2, 3):
         rewritten(path, lambda manifest, found=found: manifest.update(format=found))
         checkpoints.verify(path)
+
+
+@dataclass(frozen=True, slots=True)
+class LaterManifest(Manifest):
+    """One that has a field more."""
+
+    order: str = "none"
+
+
+def test_a_field_of_the_manifest_that_an_older_format_lacks_has_its_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store(tmp_path, OLD)
+    monkeypatch.setattr(manifest_module, "Manifest", LaterManifest)
+    monkeypatch.setattr(manifest_module, "FORMAT", 2)
+    manifest = manifest_module.read_manifest(path)
+    assert (manifest.update, manifest.order) == (UPDATE, "none")
+    rewritten(path, lambda manifest: manifest.pop("update"))
+    with pytest.raises(CheckpointError, match="unexpected or missing fields"):
+        manifest_module.read_manifest(path)
 
 
 SAVED_NAMES = {
