@@ -152,7 +152,7 @@ class CheckpointWriter:
             _logger.warning(f"an old checkpoint in {self.directory.path} is still being removed; the next start continues")
 
     def _await_at_exit(self) -> None:
-        """Python stops the thread at its exit, before the `with` of a session that nobody has left ends."""
+        """Python stops the thread at its exit, before the `with` of a session ends that was never left."""
         if self._durable is not None and self._process == os.getpid():
             self._durable.wait(_PATIENCE_SECONDS)
 
