@@ -6,6 +6,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -168,4 +169,7 @@ class Profiler(Handler):
         except OSError as error:
             _logger.warning(f"the trace {path} could not be written ({error})")
             return
+        finally:
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
         self.traces.append(path)

@@ -146,9 +146,10 @@ def test_the_first_update_can_be_profiled(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_costs_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """And not the run."""
+    """And not the run; the part that was written is removed, so that a disk that stays full does not collect them."""
 
-    def fail(*_: Any) -> None:
+    def fail(_: Any, path: str) -> None:
+        Path(path).write_bytes(b"a part")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", fail)
@@ -156,6 +157,7 @@ def test_a_full_disk_costs_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyP
     profiler.attach(trainer)
     assert trainer.run(DATA, max_epochs=1).iteration == 6
     assert profiler.traces == []
+    assert [*tmp_path.iterdir()] == []
     assert len([line for line in caplog.messages if "could not be written" in line]) == 1
 
 
