@@ -49,8 +49,8 @@ class LogFile(RecordingHandler, ABC):
     what_is_written = "a line"
 
     def __init__(self, path: str | Path, *, on_error: Literal["warn", "raise"] = "warn") -> None:
-        super().__init__(on_error)
         self.path = path_of("path", path)
+        super().__init__(self.path, on_error)
         if self.path.is_dir():
             raise ValueError(f"path must be a file, got the directory {str(self.path)!r}; add the name of a file in it")
         directory_of("the directory of path", self.path.parent)
@@ -63,10 +63,12 @@ class LogFile(RecordingHandler, ABC):
         return [("files", f"{self.path} ({type(self).__name__})")]
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the file is. What was written so far is on the disk when it returns."""
+        """How far the file is. What was written so far is on the disk when it returns, or a warning says that it may not be."""
         if self._file is not None:
-            with suppress(OSError):
+            try:
                 os.fsync(self._file.fileno())
+            except OSError as error:  # also with `on_error="raise"`, since without a state the log could not be continued
+                self.warn(f"lines in {self.path} may not be on the disk ({error})")
         return {"written": self.written, "latest": self._latest, "lines": self._lines}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

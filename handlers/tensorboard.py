@@ -88,8 +88,8 @@ class TensorBoard(RecordingHandler):
         histograms: int | None = None,
         on_error: Literal["warn", "raise"] = "warn",
     ) -> None:
-        super().__init__(on_error)
         self.log_dir, self.config = directory_of("log_dir", log_dir), mapping_of("config", config)
+        super().__init__(self.log_dir, on_error)
         self.histograms = None if histograms is None else positive_int("histograms", histograms)
         self._file: EventFile | None = None  # made when there is something to write
         self._loaded = False

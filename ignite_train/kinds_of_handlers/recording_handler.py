@@ -34,10 +34,12 @@ class RecordingHandler(Handler):
     left out when it resumes: only then is it known whether the log is continued.
 
     Args:
+        place: the file or the directory that it writes, for errors of the system that do not name it.
         on_error: what happens when something cannot be written, because the disk is full, say: `"warn"` and train without it,
             or `"raise"`, which ends the run on all ranks.
 
     Attributes:
+        place: the same.
         what_is_written: for the warning.
         tags: of the evaluators.
         written: the update in which the trainer's metrics were written last; None if they never were.
@@ -51,7 +53,8 @@ class RecordingHandler(Handler):
 
     what_is_written = "metrics"
 
-    def __init__(self, on_error: Literal["warn", "raise"]) -> None:
+    def __init__(self, place: Path, on_error: Literal["warn", "raise"]) -> None:
+        self.place = place
         self.on_error = one_of("on_error", on_error, ("warn", "raise"))
         self.tags: list[str] = []
         self.written: int | None = None
@@ -105,18 +108,24 @@ class RecordingHandler(Handler):
 
     @contextmanager
     def writing(self, trainer: Trainer) -> Iterator[None]:
-        """A `with` that writes: an error in it is raised, or warned of the 1st, 2nd, 4th, 8th, ... time."""
+        """A `with` that writes: an error in it is raised, or warned of."""
         try:
             yield
         except Exception as error:  # also what a format cannot say
+            if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+                error.filename = str(self.place)  # a call on an open file does not know its name
             self.recover()
             if self.on_error == "raise":
                 raise
-            self._failures += 1
-            if self._failures & (self._failures - 1) == 0:
-                what = f"{self.what_is_written} of update {trainer.state.iteration} could not be written"
-                kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-                _logger.warning(f"{what} ({kind}{error}); failures so far: {self._failures}")
+            kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+            update = trainer.state.iteration
+            self.warn(f"{self.what_is_written} of update {update} could not be written ({kind}{error})")
+
+    def warn(self, failure: str) -> None:
+        """Warns of a failure if it is the 1st, 2nd, 4th, 8th, ... one."""
+        self._failures += 1
+        if self._failures & (self._failures - 1) == 0:
+            _logger.warning(f"{failure}; failures so far: {self._failures}")
 
     def is_open(self) -> bool:
         """Whether this process writes already."""
@@ -163,10 +172,11 @@ class RecordingHandler(Handler):
 
     def _write_evaluation(self, evaluator: Engine, trainer: Trainer, tag: str) -> None:
         numbers = grouped_metrics(evaluator.state.metrics, self.left_out, tag)
-        if self.begin is None and trainer.state.iteration == 0 and self.may_be_continued():
-            self._held[tag] = numbers
-        else:
-            self._write(trainer, numbers)
+        with self.writing(trainer):
+            if self.begin is None and trainer.state.iteration == 0 and self.may_be_continued():
+                self._held[tag] = numbers
+            elif numbers:
+                self.record(trainer, numbers)
 
     def _write_rest(self, trainer: Trainer) -> None:
         """Writes at the end of the run, if the metrics of its last update were not written."""

@@ -153,6 +153,32 @@ def test_what_is_written_is_there_at_once(tmp_path: Path, kind: str, monkeypatch
 
 
 @kinds
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_lines_that_a_checkpoint_cannot_have_on_the_disk_are_warned_of(
+    tmp_path: Path, kind: str, on_error: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The state is saved all the same: without it a resumed run could not tell which lines are its own."""
+    trainer, log = make(tmp_path, kind, on_error=on_error)
+    trainer.run(DATA, max_iters=2)
+    states = [log.state_dict()]
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    @trainer.on(EVERY(once=4))
+    def save() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(module.os, "fsync", fail)
+            states.append(log.state_dict())
+
+    trainer.run(DATA, max_iters=5)
+    assert states == [{"written": 2, "latest": 2, "lines": 1}, {"written": 4, "latest": 4, "lines": 1}]
+    assert [line for line in caplog.messages if str(log.path) in line] == [
+        f"lines in {log.path} may not be on the disk ([Errno 5] Input/output error); failures so far: 1"
+    ]
+
+
+@kinds
 def test_a_run_from_the_beginning_does_not_destroy_an_earlier_log(tmp_path: Path, kind: str) -> None:
     """The file of the earlier run has another name then; a finished run that is started again changes nothing."""
     trainer, log = make(tmp_path, kind, save=3)
@@ -229,6 +255,33 @@ def test_an_evaluation_before_a_run_from_the_beginning_is_in_its_log(tmp_path: P
     trainer.run(DATA, max_iters=2)
     assert [row["update"] for row in read(log.path)] == ["0", "1", "2"]
     assert [path.read_bytes() for path in olds(log.path)] == [before]
+
+
+@kinds
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_a_log_that_cannot_be_looked_for_is_an_error_of_writing(
+    tmp_path: Path, kind: str, on_error: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In an evaluation before the run; `on_error` decides."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error", str(log.path))
+
+    trainer, log = make(tmp_path, kind, on_error=on_error)
+    log.path.write_text("an earlier log\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", fail)
+        if on_error == "raise":
+            with pytest.raises(OSError, match="Input/output error"):
+                evaluator_of(trainer).run(DATA)
+            return
+        evaluator_of(trainer).run(DATA)
+    assert [line for line in caplog.messages if str(log.path) in line] == [
+        f"a line of update 0 could not be written ([Errno 5] Input/output error: '{log.path}'); failures so far: 1"
+    ]
+    trainer.run(DATA, max_iters=2)
+    assert [row["update"] for row in read(log.path)] == ["1", "2"]
+    assert [path.read_text() for path in olds(log.path)] == ["an earlier log\n"]
 
 
 def evaluator_of(trainer: Trainer) -> Any:
@@ -455,7 +508,7 @@ def test_a_full_disk_costs_a_line_and_no_more(
     trainer.run(DATA, max_epochs=1)
     assert [row["update"] for row in read(log.path)] == [*"12456", "6"]
     assert [line for line in caplog.messages if "could not be written" in line] == [
-        "a line of update 3 could not be written ([Errno 28] No space left on device); failures so far: 1"
+        f"a line of update 3 could not be written ([Errno 28] No space left on device: '{log.path}'); failures so far: 1"
     ]
 
 
@@ -477,11 +530,12 @@ def test_a_disk_that_stays_full_is_said_ever_more_rarely(
 
 @kinds
 def test_a_full_disk_ends_the_run_if_asked_to(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is the system's own."""
+    """The error is the system's own, and names the file."""
     monkeypatch.setattr(module, "_write_whole", FullDisk(b"3"))
-    trainer, _ = make(tmp_path, kind, on_error="raise")
-    with pytest.raises(OSError, match="No space left"):
+    trainer, log = make(tmp_path, kind, on_error="raise")
+    with pytest.raises(OSError, match="No space left") as found:
         trainer.run(DATA, max_epochs=1)
+    assert (found.value.errno, found.value.filename) == (errno.ENOSPC, str(log.path))
     assert trainer.state.iteration == 3
 
 

@@ -624,6 +624,25 @@ def test_a_disk_that_is_full_before_the_run_hides_no_points(monkeypatch: pytest.
     assert steps(events, "train/loss") == [*range(1, 7)]
 
 
+def test_files_that_cannot_be_looked_for_cost_an_evaluation_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is warned of, and the run is written."""
+
+    def fail(path: Path) -> Any:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    trainer, evaluator = make()
+    TensorBoard(tmp_path).attach(trainer, EVERY(every=1), evaluator=evaluator)
+    TrainingMetrics().attach(trainer, EVERY(every=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", fail)
+        evaluator.run(DATA)
+    trainer.run(DATA, max_iters=2)
+    assert len([line for line in caplog.messages if line.startswith("points of update 0 could not be written")]) == 1
+    assert steps(load(tmp_path), "train/loss") == [1, 2]
+
+
 def test_what_is_written_is_there_at_once(tmp_path: Path) -> None:
     """Whatever happens then, since SIGKILL does not wait for a flush; so what was written before a checkpoint is there too."""
     trainer, _ = make()
@@ -731,8 +750,9 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: py
 
     monkeypatch.setattr(EventFile, "_write", fail)
     if on_error == "raise":
-        with pytest.raises(FullDiskError):
+        with pytest.raises(FullDiskError) as found:
             trainer.run(DATA, max_epochs=1)
+        assert found.value.filename == str(tmp_path)
         return
     trainer.run(DATA, max_epochs=1)
     assert steps(load(tmp_path), "train/loss") == [2, 6]
