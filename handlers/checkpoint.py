@@ -525,7 +525,7 @@ def _on_disk(directory: str | Path, mirror: str | None) -> tuple[Path, Mirror | 
     """The directory on the disk, and the store that its checkpoints are copied to."""
     protocol, found, rest = str(directory).partition(":/")
     if not found or len(protocol) < 2 or "/" in protocol:
-        return directory_of("directory", directory).absolute(), None if mirror is None else Mirror(mirror)
+        return directory_of("directory", directory), None if mirror is None else Mirror(mirror)
     if mirror is not None:
         raise ValueError(
             f"directory must be a path on a disk where mirror={mirror!r} is given, got {directory!r}; leave out mirror=, "
@@ -534,4 +534,4 @@ def _on_disk(directory: str | Path, mirror: str | None) -> tuple[Path, Mirror | 
     if not rest.startswith("/"):  # as Path makes it
         raise ValueError(f"directory must be a string where it is a URL, got {directory!r}; write '{protocol}://{rest}'")
     copies = Mirror(str(directory))
-    return directory_of("directory", copies.cache).absolute(), copies
+    return directory_of("directory", copies.cache), copies

@@ -100,7 +100,7 @@ class HangWatch(Handler):
             if standstill_seconds is None
             else real_number("standstill_seconds", standstill_seconds, at_least=self.timeout_seconds)
         )
-        self.heartbeat = None if heartbeat is None else path_of("heartbeat", heartbeat)
+        self.heartbeat = None if heartbeat is None else path_of("heartbeat", heartbeat).absolute()
         self._evaluator: Engine | None = None
         self._watch: _Watch | None = None
 

@@ -39,7 +39,7 @@ class LogFile(RecordingHandler, ABC):
             line, or `"raise"`, which ends the run on all ranks.
 
     Attributes:
-        path: the file.
+        path: the file, as an absolute path.
 
     Raises:
         TypeError: `path` is not a path.
@@ -49,18 +49,14 @@ class LogFile(RecordingHandler, ABC):
     what_is_written = "a line"
 
     def __init__(self, path: str | Path, *, on_error: Literal["warn", "raise"] = "warn") -> None:
-        self.path = path_of("path", path)
+        file = path_of("path", path)
+        if file.is_dir():
+            raise ValueError(f"path must be a file, got the directory {str(file)!r}; add the name of a file in it")
+        self.path = directory_of("the directory of path", file.parent) / file.name
         super().__init__(self.path, on_error)
-        if self.path.is_dir():
-            raise ValueError(f"path must be a file, got the directory {str(self.path)!r}; add the name of a file in it")
-        directory_of("the directory of path", self.path.parent)
         self._file: BinaryIO | None = None  # opened when there is something to write
         self._is_known = False  # whether the next two describe the file: it was loaded, or written by this process
         self._latest, self._lines = 0, 0  # the update of the latest lines, and how many they are
-
-    def rows_at_end(self) -> list[tuple[str, str]]:
-        """The file."""
-        return [("files", f"{self.path} ({type(self).__name__})")]
 
     def state_dict(self) -> dict[str, Any]:
         """How far the file is. What was written so far is on the disk when it returns, or a warning says that it may not be."""

@@ -99,10 +99,6 @@ class TensorBoard(RecordingHandler):
         self._others: list[bytes] = []  # summaries other than points
         self._weights: dict[str, Tensor] = {}  # before the step, where there are histograms of it
 
-    def rows_at_end(self) -> list[tuple[str, str]]:
-        """The directory."""
-        return [("files", f"{self.log_dir} (TensorBoard)")]
-
     def attach(
         self,
         trainer: Trainer,

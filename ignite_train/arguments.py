@@ -220,18 +220,20 @@ def path_on_command_line(text: str) -> Path:
 
 
 def directory_of(name: str, value: Any) -> Path:
-    """Returns `value` as the path of a directory that is there or can be made, as far as can be told.
+    """Returns `value` as the absolute path of a directory that is there or can be made, as far as can be told.
+
+    So a script that goes into another directory later still means this one.
 
     Raises:
         TypeError: `value` is not a path.
         ValueError: files can never be written there.
     """
-    directory = path_of(name, value)
-    above = next((path for path in (directory, *directory.absolute().parents) if path.exists() or path.is_symlink()), directory)
+    directory = path_of(name, value).absolute()
+    above = next((path for path in (directory, *directory.parents) if path.exists() or path.is_symlink()), directory)
     problem = ""
     if above.exists() and not above.is_dir():
         problem = (
-            f"got {str(value)!r}, where {str(above)!r} is a file" if above != directory else f"got the file {str(above)!r}"
+            f"got {str(value)!r}, where {str(above)!r} is a file" if above != directory else f"got the file {str(value)!r}"
         )
     elif above.is_symlink() and not above.exists():
         link = f"{str(above)!r} is a link to a path that does not exist"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -34,7 +34,7 @@ class RecordingHandler(Handler):
     left out when it resumes: only then is it known whether the log is continued.
 
     Args:
-        place: the file or the directory that it writes, for errors of the system that do not name it.
+        place: the file or the directory that it writes, as an absolute path.
         on_error: what happens when something cannot be written, because the disk is full, say: `"warn"` and train without it,
             or `"raise"`, which ends the run on all ranks.
 
@@ -62,6 +62,13 @@ class RecordingHandler(Handler):
         self._failures = 0
         self.left_out: set[str] = set()
         self._held: dict[str, dict[str, float]] = {}  # of evaluations before the run, by tag
+
+    def rows_at_end(self) -> list[tuple[str, str]]:
+        """The file or the directory, from the current directory on if it is in there."""
+        place = self.place
+        with suppress(ValueError, OSError):  # it lies elsewhere, or the current directory was removed
+            place = place.relative_to(Path.cwd())
+        return [("files", f"{place} ({type(self).__name__})")]
 
     def attach(
         self,
