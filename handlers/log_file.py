@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -21,17 +22,20 @@ from ignite_train.trainer import Trainer
 
 __all__ = ["Csv", "JsonLines", "LogFile"]
 
+_logger = logging.getLogger(__name__)
+
 
 class LogFile(RecordingHandler, ABC):
     """Writes `trainer.state.metrics` to a file of text, a line for each time, on rank 0 only; see `JsonLines` and `Csv`.
 
     Names have their group, as in `"train/loss"`, `"optimizer/grad_norm"`, `"speed/data_wait"`, `"validation/loss"`. A metric
-    that is not a single number becomes several, or is left out with one warning. A class for another format defines `_updates`
-    and `_add`.
+    that is not a single number becomes several, or is left out with one warning. A class for another format defines
+    `_update_of` and `_add`.
 
-    A line is with the operating system as soon as it is written. A run that resumes removes what was written after its
-    checkpoint, and continues: each line is there once. A run that starts from the beginning renames the file of an earlier one
-    to `*.old.1`, the next to `*.old.2`, and so on.
+    A line is with the operating system as soon as it is written. A run that resumes removes the lines that were written after
+    its checkpoint, and a last line without an end, and continues: each line is there once. Lines that cannot be read stay: a
+    note by hand, say, or a damaged one. A run that starts from the beginning renames the file of an earlier one to `*.old.1`,
+    the next to `*.old.2`, and so on.
 
     Args:
         path: the file. Its directory is made.
@@ -56,6 +60,7 @@ class LogFile(RecordingHandler, ABC):
         super().__init__(self.path, on_error)
         self._file: BinaryIO | None = None  # opened when there is something to write
         self._is_known = False  # whether the next two describe the file: it was loaded, or written by this process
+        self._is_cut = False  # whether the lines after these were removed: later ones are by others, who write here too
         self._latest, self._lines = 0, 0  # the update of the latest lines, and how many they are
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,7 +73,7 @@ class LogFile(RecordingHandler, ABC):
         return {"written": self.written, "latest": self._latest, "lines": self._lines}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Removes the lines that were written after `state_dict` was taken.
+        """Removes the lines that were written after `state_dict` was taken, when the next line is written.
 
         Raises:
             TypeError: `state_dict` is not a mapping.
@@ -77,17 +82,13 @@ class LogFile(RecordingHandler, ABC):
         check_fields(type(self).__name__, state_dict, {"written": optional(COUNT), "latest": COUNT, "lines": COUNT})
         self.finish()
         self.written, self._latest, self._lines = (state_dict[name] for name in ("written", "latest", "lines"))
-        self._is_known = True
+        self._is_known, self._is_cut = True, False
 
     # --- what a format says -----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _updates(self, file: BinaryIO) -> Iterator[int | None]:
-        """The update of each line, and None for a line that has no update and stays.
-
-        Raises:
-            ValueError: the line is not whole.
-        """
+    def _update_of(self, line: bytes) -> int | None:
+        """The update of a line that has an end; None if it has none or cannot be read. Called with all lines in their order."""
 
     @abstractmethod
     def _add(self, file: BinaryIO, place: Mapping[str, int], numbers: Mapping[str, float]) -> BinaryIO:
@@ -126,33 +127,60 @@ class LogFile(RecordingHandler, ABC):
     def _open(self) -> BinaryIO:
         """Opens the file at the end of what is to stay of it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        begin = self.begin or 0
-        if begin == 0 and not self._is_known and self._has_lines():
-            self.path.replace(numbered_path(self.path.with_name(f"{self.path.name}.old")))
         if not self._is_known:
+            begin = self.begin or 0
+            if begin == 0 and self._has_lines():
+                self._set_aside()
             self._latest, self._lines = begin, sys.maxsize if begin else 0
-        file = self.path.open("a+b", buffering=0)
-        file.seek(0)
-        file.truncate(self._end(file))
-        file.seek(0, os.SEEK_END)
-        if not self._is_known:
-            self._lines = 0
-        self._is_known = True
-        return file
+        with self.path.open("a+b") as file:  # buffered: many lines for each call of the system
+            file.seek(0)
+            self._cut(file)
+        self._is_known = self._is_cut = True
+        return self.path.open("ab", buffering=0)
 
     def _has_lines(self) -> bool:
         return self.path.exists() and self.path.stat().st_size > 0
 
-    def _end(self, file: BinaryIO) -> int:
-        """The byte after the last line that is to stay: of an update before the latest, or one of its `_lines` lines."""
-        end = lines = 0
-        with suppress(ValueError, TypeError, IndexError):  # the line is not whole, or not one of ours
-            for update in self._updates(file):
-                lines += update == self._latest
-                if update is not None and (update > self._latest or lines > self._lines):
-                    break
-                end = file.tell()
-        return end
+    def _set_aside(self) -> Path:
+        """Gives the file another name, and returns it."""
+        return self.path.replace(numbered_path(self.path.with_name(f"{self.path.name}.old")))
+
+    def _cut(self, file: BinaryIO) -> None:
+        """Removes lines of updates after the latest, lines of that one but the first `_lines`, and a last one without an end.
+
+        Each line is judged by itself, so that one that is damaged costs no other.
+        """
+        end, of_latest, behind, has_gap = 0, 0, list[bytes](), False
+        for line in file:
+            if not line.endswith(b"\n"):
+                break  # it is the last one
+            update = self._update_of(line)
+            of_latest += update == self._latest
+            stays = update is None or update < self._latest or (update == self._latest and of_latest <= self._lines)
+            if not stays and not self._is_cut:
+                has_gap = True
+            elif has_gap:
+                behind.append(line)
+            else:
+                end += len(line)
+        if behind:
+            file.seek(0)
+            self._rewrite(file.read(end) + b"".join(behind))
+        else:
+            file.truncate(end)
+        self._lines = min(self._lines, of_latest)
+
+    def _rewrite(self, content: bytes) -> None:
+        """Puts a file with this content in the place of the present one: at once, or not at all."""
+        unfinished = self.path.with_name(f".{self.path.name}.unfinished")
+        try:
+            with unfinished.open("wb", buffering=0) as file:
+                _write_whole(file, content)
+                os.fsync(file.fileno())
+            unfinished.replace(self.path)
+        finally:
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
 
 
 class JsonLines(LogFile):
@@ -169,12 +197,10 @@ class JsonLines(LogFile):
         [2, 4]
     """
 
-    def _updates(self, file: BinaryIO) -> Iterator[int | None]:
-        for line in iter(file.readline, b""):
-            entries = json.loads(line)
-            if not line.endswith(b"\n") or not isinstance(entries, dict):
-                raise ValueError("not a whole line")
-            yield int(entries["update"]) if "update" in entries else None
+    def _update_of(self, line: bytes) -> int | None:
+        with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):  # it is not one of ours
+            return int(json.loads(line)["update"])
+        return None
 
     def _add(self, file: BinaryIO, place: Mapping[str, int], numbers: Mapping[str, float]) -> BinaryIO:
         _write_whole(file, f"{json_line({**place, **numbers})}\n".encode())
@@ -199,15 +225,24 @@ class Csv(LogFile):
         super().__init__(path, on_error=on_error)
         self._columns: list[str] = []
 
-    def _updates(self, file: BinaryIO) -> Iterator[int | None]:
+    def _open(self) -> BinaryIO:
         self._columns = []
-        for line in iter(file.readline, b""):
-            fields = _cells(line)
-            if not self._columns:
-                self._columns = fields
-                yield None
-            else:
-                yield int(fields[0])
+        file = super()._open()
+        if not self._columns and self._has_lines():
+            file.close()
+            old = self._set_aside()
+            _logger.warning(
+                f"{self.path} has no line of names that begins with 'update', so its columns are not known: it is kept as "
+                f"{old.name}, and a new table is begun"
+            )
+            file = super()._open()
+        return file
+
+    def _update_of(self, line: bytes) -> int | None:
+        fields = _cells(line)
+        if not self._columns and fields[:1] == ["update"]:
+            self._columns = fields
+        return _first_number(fields)
 
     def _add(self, file: BinaryIO, place: Mapping[str, int], numbers: Mapping[str, float]) -> BinaryIO:
         entries: dict[str, float] = {**place, **numbers}
@@ -219,17 +254,19 @@ class Csv(LogFile):
 
     def _widen(self, file: BinaryIO, columns: list[str]) -> BinaryIO:
         """Puts a file with these columns and the same lines in the place of `file`."""
-        file.seek(0)
-        lines = [_cells(line) for line in file][1:]
-        temporary = self.path.with_name(f".{self.path.name}.unfinished")
-        text = b"".join(_row(line + [""] * (len(columns) - len(line))) for line in [columns, *lines])
-        with temporary.open("wb", buffering=0) as wider:
-            _write_whole(wider, text)
-            os.fsync(wider.fileno())
-        temporary.replace(self.path)
+        with self.path.open("rb") as narrow:
+            lines = [self._widened(line, columns) for line in narrow]
+        self._rewrite(b"".join(lines if self._columns else [_row(columns)]))
         file.close()
         self._columns = columns
-        return self.path.open("a+b", buffering=0)
+        return self.path.open("ab", buffering=0)
+
+    def _widened(self, line: bytes, columns: list[str]) -> bytes:
+        """A line with blanks for new columns, or the new names; a line that cannot be read as it is."""
+        fields = _cells(line)
+        if fields and fields == self._columns:
+            return _row(columns)
+        return line if _first_number(fields) is None else _row(fields + [""] * (len(columns) - len(fields)))
 
 
 def _write_whole(file: BinaryIO, data: bytes) -> None:
@@ -239,17 +276,19 @@ def _write_whole(file: BinaryIO, data: bytes) -> None:
 
 
 def _cells(line: bytes) -> list[str]:
-    """The fields of a whole line.
+    """The fields of a line; none where it cannot be read. Bytes that are no letters come back from `_row`."""
+    with suppress(csv.Error):
+        return next(csv.reader([line.decode(errors="surrogateescape")], strict=True))
+    return []
 
-    Raises:
-        ValueError: it has no end.
-    """
-    if not line.endswith(b"\n"):
-        raise ValueError("not a whole line")
-    return next(csv.reader([line.decode()]))
+
+def _first_number(fields: list[str]) -> int | None:
+    with suppress(ValueError, IndexError):
+        return int(fields[0])
+    return None
 
 
 def _row(fields: list[str]) -> bytes:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(fields)
-    return text.getvalue().encode()
+    return text.getvalue().encode(errors="surrogateescape")

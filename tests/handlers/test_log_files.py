@@ -595,6 +595,6 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
 
 def test_the_base_of_the_formats_is_refused(tmp_path: Path) -> None:
     """It would write nothing; one that has a format is a `LogFile` all the same."""
-    with pytest.raises(TypeError, match=r"abstract class LogFile with.*abstract methods '?_add'?, '?_updates'?$"):
+    with pytest.raises(TypeError, match=r"abstract class LogFile with.*abstract methods '?_add'?, '?_update_of'?$"):
         LogFile(tmp_path / "log")  # type: ignore[abstract]
     assert isinstance(Csv(tmp_path / "log"), LogFile)
