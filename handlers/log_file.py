@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -35,7 +35,8 @@ class LogFile(RecordingHandler, ABC):
     A line is with the operating system as soon as it is written. A run that resumes removes the lines that were written after
     its checkpoint, and a last line without an end, and continues: each line is there once. Lines that cannot be read stay: a
     note by hand, say, or a damaged one. A run that starts from the beginning renames the file of an earlier one to `*.old.1`,
-    the next to `*.old.2`, and so on.
+    the next to `*.old.2`, and so on. If the file is removed or replaced during the run, the next save, or the end of the run,
+    warns of that and begins a new one at the path, or adds to the one that is there.
 
     Args:
         path: the file. Its directory is made.
@@ -59,12 +60,13 @@ class LogFile(RecordingHandler, ABC):
         self.path = directory_of("the directory of path", file.parent) / file.name
         super().__init__(self.path, on_error)
         self._file: BinaryIO | None = None  # opened when there is something to write
-        self._is_known = False  # whether the next two describe the file: it was loaded, or written by this process
-        self._is_cut = False  # whether the lines after these were removed: later ones are by others, who write here too
+        self._is_known = False  # whether the last two describe the file: it was loaded, or written by this process
+        self._is_cut = False  # whether later lines were removed since then: those that come now are by others
         self._latest, self._lines = 0, 0  # the update of the latest lines, and how many they are
 
     def state_dict(self) -> dict[str, Any]:
         """How far the file is. What was written so far is on the disk when it returns, or a warning says that it may not be."""
+        self.check_file()
         if self._file is not None:
             try:
                 os.fsync(self._file.fileno())
@@ -96,9 +98,9 @@ class LogFile(RecordingHandler, ABC):
 
     # --- the file ---------------------------------------------------------------------------------------------------------
 
-    def is_open(self) -> bool:
+    def open_file(self) -> tuple[Path, int] | None:
         """See `RecordingHandler`."""
-        return self._file is not None
+        return None if self._file is None else (self.path, self._file.fileno())
 
     def may_be_continued(self) -> bool:
         """See `RecordingHandler`."""
@@ -246,14 +248,17 @@ class Csv(LogFile):
 
     def _add(self, file: BinaryIO, place: Mapping[str, int], numbers: Mapping[str, float]) -> BinaryIO:
         entries: dict[str, float] = {**place, **numbers}
-        new = [name for name in entries if name not in self._columns]
-        if new:
-            file = self._widen(file, [*self._columns, *new])
+        if any(name not in self._columns for name in entries):
+            file = self._widen(file, entries)
         _write_whole(file, _row([repr(entries[name]) if name in entries else "" for name in self._columns]))
         return file
 
-    def _widen(self, file: BinaryIO, columns: list[str]) -> BinaryIO:
-        """Puts a file with these columns and the same lines in the place of `file`."""
+    def _widen(self, file: BinaryIO, names: Iterable[str]) -> BinaryIO:
+        """Puts a file with these columns too, and the same lines, in the place of the one at the path."""
+        self.check_file()
+        if self._file is None:  # it was not `file` any more
+            self._file = file = self._open()
+        columns = [*self._columns, *(name for name in names if name not in self._columns)]
         with self.path.open("rb") as narrow:
             lines = [self._widened(line, columns) for line in narrow]
         self._rewrite(b"".join(lines if self._columns else [_row(columns)]))

@@ -55,7 +55,8 @@ class TensorBoard(RecordingHandler):
     A run that resumes shows each point once: points that an earlier process wrote after the checkpoint are hidden. A run that
     starts from the beginning moves the files of an earlier one into the directory `old.1`, the next into `old.2`, and so on;
     TensorBoard shows each as a run of its own. What is written is with the operating system at once. A metric that is not a
-    single number becomes several, or is left out with one warning.
+    single number becomes several, or is left out with one warning. If the files are removed during the run, the next save, or
+    the end of the run, warns of that and begins another.
 
     Args:
         log_dir: a directory, of one run; `tensorboard --logdir` opens it.
@@ -143,6 +144,7 @@ class TensorBoard(RecordingHandler):
 
     def state_dict(self) -> dict[str, Any]:
         """The latest points and their update. What was written so far has left this process already."""
+        self.check_file()
         others = [torch.frombuffer(bytearray(summary), dtype=torch.uint8) for summary in self._others]
         latest = {"latest": self._latest, "points": dict(self._points), "others": others}
         return {"written": self.written, **latest, "has_layout": self._has_layout}
@@ -160,9 +162,9 @@ class TensorBoard(RecordingHandler):
 
     # --- points -----------------------------------------------------------------------------------------------------------
 
-    def is_open(self) -> bool:
+    def open_file(self) -> tuple[Path, int] | None:
         """See `RecordingHandler`."""
-        return self._file is not None
+        return None if self._file is None else (self._file.path, self._file.fileno())
 
     def may_be_continued(self) -> bool:
         """See `RecordingHandler`."""
@@ -208,6 +210,7 @@ class TensorBoard(RecordingHandler):
         try:
             if not is_described:
                 self._describe(trainer, file)
+                self._has_layout = False
             if self._loaded and self._latest == begin:
                 self._write_again(file, begin)
         except OSError:

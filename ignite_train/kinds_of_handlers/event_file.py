@@ -52,6 +52,7 @@ class EventFile:
         hidden_from: the update from which on TensorBoard hides what earlier files have.
 
     Attributes:
+        path: where it is.
         is_empty: whether nothing was added yet.
 
     Raises:
@@ -66,9 +67,9 @@ class EventFile:
         names = [path.name.removeprefix(_PREFIX)[:10] for path in event_files(directory)]
         newest = max((int(name) for name in names if name.isdecimal()), default=0)
         name = f"{_PREFIX}{max(int(time.time()), newest + 1):010d}.{_writer()}.{next(_numbers_of_files)}"
-        self._path, self.is_empty = directory / name, True
-        _made_here.add(self._path.resolve())
-        self._file = self._path.open("wb", buffering=0)
+        self.path, self.is_empty = directory / name, True
+        _made_here.add(self.path.resolve())
+        self._file = self.path.open("wb", buffering=0)
         weakref.finalize(self, self._file.close)
         self._make_event: Any = Event
         self._make_summary: Any = Summary
@@ -107,6 +108,10 @@ class EventFile:
         self._write(_record(self._make_event(wall_time=time.time(), step=update, summary=summary)))
         self.is_empty = False
 
+    def fileno(self) -> int:
+        """The descriptor of the open file."""
+        return self._file.fileno()
+
     def close(self) -> None:
         """Closes the file, as far as the disk lets it."""
         with suppress(OSError):
@@ -116,7 +121,7 @@ class EventFile:
         """Closes the file and deletes it, as far as the disk lets it."""
         self.close()
         with suppress(OSError):
-            self._path.unlink()
+            self.path.unlink()
 
     def _write(self, record: bytes) -> None:
         while record:  # a disk that is nearly full may take a part

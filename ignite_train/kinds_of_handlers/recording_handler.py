@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,7 +29,7 @@ class RecordingHandler(Handler):
     """A handler that writes the metrics of a trainer and of its evaluators as single numbers, on rank 0 only.
 
     Names have their group, as in `"train/loss"`; see `grouped_metric`. A derived class defines `record`, `recover`, `finish`,
-    `is_open` and `may_be_continued`, and extends `attach` where it needs more events.
+    `open_file` and `may_be_continued`, extends `attach` where it needs more events, and calls `check_file` in `state_dict`.
 
     An evaluation before the run begins, in a process that finds a log, is written when the run begins at its beginning, and
     left out when it resumes: only then is it known whether the log is continued.
@@ -92,7 +93,7 @@ class RecordingHandler(Handler):
             handle = trainer.add_event_handler(event, self)  # first, since it may refuse the event
             trainer.prepend_event_handler(Events.STARTED, self._note_begin)
             trainer.add_event_handler(Events.COMPLETED, self._write_rest)
-            trainer.on_exit.append(self.finish)
+            trainer.on_exit.append(self._end_run)
         if evaluator is not None:
             self.tags.append(tag)
             if collectives.is_main_rank():
@@ -134,8 +135,26 @@ class RecordingHandler(Handler):
         if self._failures & (self._failures - 1) == 0:
             _logger.warning(f"{failure}; failures so far: {self._failures}")
 
-    def is_open(self) -> bool:
-        """Whether this process writes already."""
+    def check_file(self) -> None:
+        """Warns if the open file is not at its path any more, and then lets the next numbers go into one that is."""
+        opened = self.open_file()
+        if opened is None:
+            return
+        path, descriptor = opened
+        try:
+            if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                return
+            reason = "another file is there"
+        except OSError as error:
+            reason = str(error.strerror)
+        self.recover()
+        self.warn(
+            f"{path} was removed, renamed or replaced while this run wrote to it ({reason}): what it wrote since then is not "
+            "there, and what comes next goes into a file at the old place; leave the logs of a run there until it ends"
+        )
+
+    def open_file(self) -> tuple[Path, int] | None:
+        """The path and the descriptor of the file that this process writes; None while none is open."""
         raise NotImplementedError
 
     def may_be_continued(self) -> bool:
@@ -155,7 +174,7 @@ class RecordingHandler(Handler):
         raise NotImplementedError
 
     def recover(self) -> None:
-        """Called when something could not be written, so that what comes next can."""
+        """Called when something could not be written, or the file is gone, so that what comes next is written."""
 
     def finish(self) -> None:
         """Called when a run is over, in whatever way it ended."""
@@ -171,7 +190,7 @@ class RecordingHandler(Handler):
                 self.record(trainer, numbers)
 
     def _note_begin(self, trainer: Trainer) -> None:
-        if not self.is_open():
+        if self.open_file() is None:
             self.begin = trainer.state.iteration
         held, self._held = self._held, {}
         for numbers in held.values() if trainer.state.iteration == 0 else ():
@@ -187,8 +206,13 @@ class RecordingHandler(Handler):
 
     def _write_rest(self, trainer: Trainer) -> None:
         """Writes at the end of the run, if the metrics of its last update were not written."""
+        self.check_file()
         if trainer.state.iteration != self.written:
             self(trainer)
+
+    def _end_run(self) -> None:
+        self.check_file()  # also where the run did not come to its end
+        self.finish()
 
 
 def numbered_path(path: Path) -> Path:
