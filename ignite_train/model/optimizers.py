@@ -106,17 +106,15 @@ def each_optimizer(optimizer: Optimizer | Optimizers, *, with_own_state: bool = 
         optimizer: one or several.
         with_own_state: leave out those that share the state of the one around them.
     """
-    found: dict[int, Optimizer] = {}
-
-    def add(one: Optimizer) -> None:
-        if id(one) not in found:
-            found[id(one)] = one
-            for inner in inner_optimizers(one, with_own_state=with_own_state).values():
-                add(inner)
-
-    for one in [optimizer] if isinstance(optimizer, Optimizer) else optimizer.named.values():
-        add(one)
-    return [*found.values()]
+    found, seen = list[Optimizer](), set[int]()
+    waiting = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer.named.values()]
+    while waiting:
+        one = waiting.pop(0)
+        if id(one) not in seen:
+            seen.add(id(one))
+            found.append(one)
+            waiting[:0] = inner_optimizers(one, with_own_state=with_own_state).values()
+    return found
 
 
 def as_optimizers(optimizer: Any) -> Optimizer | Optimizers:
