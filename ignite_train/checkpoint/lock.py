@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ignite_train.errors import CheckpointError, LockTakenOverError
+from ignite_train.ranks.processes import look_up, process_space
 
 __all__ = ["HEARTBEAT_SECONDS", "LOCK", "STALE_SECONDS", "DirectoryLock", "writer_of"]
 
@@ -275,16 +276,15 @@ def _host() -> str:
 
 
 def _pid_space() -> str:
-    """Names the set of process numbers: containers may have one each, and a host gets another one at each start."""
+    """Names the set of process numbers; empty if the kernel does not tell."""
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"[:120]
+        return " ".join(process_space())[:120]
     return ""
 
 
 def _born(pid: int) -> tuple[str, str]:
-    """When a process was started, and its state, from the kernel; empty strings if it does not tell."""
-    with suppress(OSError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return fields[19], fields[0]
+    """When a process was started, and its status, from the kernel; empty strings if it does not tell."""
+    with suppress(OSError):
+        status, began = look_up(pid)
+        return began, status
     return "", ""

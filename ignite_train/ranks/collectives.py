@@ -8,8 +8,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
-from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import ignite.distributed as idist
@@ -33,11 +31,9 @@ __all__ = [
     "gather_bytes",
     "gather_objects",
     "gather_objects_on_main_rank",
-    "has_ended",
     "is_main_rank",
     "largest",
     "own_group",
-    "own_process",
     "rank",
     "start_sum",
     "sum_over_ranks",
@@ -218,42 +214,6 @@ def collectives_begun() -> int:
         return sum(map(sequence_number_of, process_groups()))
     except RuntimeError:  # not every backend counts; and a group may be made at this moment
         return 0
-
-
-def own_process() -> list[str]:
-    """Unique id of this process, for `has_ended` on another rank; empty where Linux's `/proc` is missing.
-
-    It is made of the machine since it was booted, the namespace of the process, its number and when it began.
-    """
-    return [*_process(os.getpid())]
-
-
-@cache
-def _process(number: int) -> tuple[str, ...]:
-    """See `own_process`; of this number, which another one has after a fork."""
-    try:
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return machine, str(Path("/proc/self/ns/pid").readlink()), str(number), _look_up(number)[1]
-    except OSError:
-        return ()
-
-
-def has_ended(process: Sequence[str]) -> bool:
-    """Whether that process of `own_process` is known to have ended: it is seen only from the same machine and namespace."""
-    here = own_process()
-    if not process or not here or process[:2] != here[:2]:
-        return False
-    try:
-        status, began = _look_up(int(process[2]))
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return status in "ZX" or began != process[3]  # Z and X: dead, and not yet waited for
-
-
-def _look_up(number: int) -> tuple[str, str]:
-    """The status and the beginning of a process."""
-    fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], fields[19]
 
 
 def end_process(status: int) -> NoReturn:
