@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, TextIO
 
 from ignite.engine import Engine, Events, RemovableEventHandle
@@ -27,6 +29,8 @@ from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
 __all__ = ["ProgressLog"]
+
+_logger = logging.getLogger(__name__)
 
 _STYLES = ("auto", "bar", "simple", "json", "none")
 _MAX_COLUMNS = 100
@@ -87,6 +91,7 @@ class ProgressLog(Handler):
         self._begin, self._steps_before, self._has_ended, self._is_introduced = 0, 0, False, False
         self._started = self._refreshed = 0.0
         self._left_out: set[str] = set()
+        self._has_warned = False  # that a line could not be written
         self._evaluators: list[Engine] = []
 
     def attach(
@@ -250,9 +255,26 @@ class ProgressLog(Handler):
     # --- lines ------------------------------------------------------------------------------------------------------------
 
     def _print(self, line: str) -> None:
+        """Prints a line. A run does not end where its output does: a pipe or a terminal that was closed, or a full disk."""
+        try:
+            self._write(line)
+        except (OSError, ValueError) as error:  # the latter of a file that is closed
+            if not self._has_warned:
+                self._has_warned = True
+                _logger.warning(
+                    f"a line of {type(self).__name__} could not be written to the standard output ({error}); the run "
+                    "continues, and later lines may be missing too, without another warning"
+                )
+
+    def _write(self, line: str) -> None:
         # Also without the lock a bar of the script stays below the line. To make the lock fixes how multiprocessing starts.
-        tqdm.write(line, nolock=self._bar is None)
-        sys.stdout.flush()  # a log file, too, is read while the run continues
+        write = partial(tqdm.write, nolock=self._bar is None)
+        try:
+            write(line)
+        except UnicodeEncodeError:  # the output takes fewer letters
+            write(line.encode("ascii", "backslashreplace").decode())
+        if hasattr(sys.stdout, "flush"):  # not of None, where there is no output, or an object of a script's own
+            sys.stdout.flush()  # a log file, too, is read while the run continues
 
     def _print_evaluation(self, evaluator: Engine, trainer: Trainer, tag: str) -> None:
         self._close_evaluation()
@@ -478,7 +500,10 @@ def _set_total(bar: Any, total: int | None) -> None:
 
 def _has_bars() -> bool:
     """Whether standard error is a terminal, or this is a notebook."""
-    return sys.stderr.isatty() or _are_widgets()
+    with suppress(AttributeError, ValueError):  # it is closed, or a script's own object
+        if sys.stderr.isatty():
+            return True
+    return _are_widgets()
 
 
 def _are_widgets() -> bool:

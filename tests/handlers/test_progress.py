@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import json
@@ -1055,3 +1056,58 @@ def test_a_style_must_be_one_of_them() -> None:
     """The message names the nearest."""
     with pytest.raises(ValueError, match=r"style must be one of 'auto', 'bar', .* did you mean 'simple'"):
         ProgressLog("simpel")  # type: ignore[arg-type]
+
+
+class WriteOnly:
+    """A script's own output."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+
+class Broken(io.StringIO):
+    """A pipe whose reader has gone, or a full disk."""
+
+    def write(self, _text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+def trained_into(stdout: Any, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    model = torch.nn.Linear(3, 1)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), lambda model, x: model(x).square().mean())
+    ProgressLog("auto").attach(trainer, Events.ITERATION_COMPLETED(every=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        patch.setattr(sys, "stderr", None)
+        trainer.run([torch.ones(2, 3)] * 3)
+    return trainer
+
+
+@pytest.mark.parametrize("kind", ["closed", "none", "broken"])
+def test_a_run_does_not_end_where_its_output_does(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with `| head`, and a terminal that was closed: one warning, as of any log. With `>&-` it is None."""
+    stdout: Any = {"closed": io.StringIO(), "none": None, "broken": Broken()}[kind]
+    if kind == "closed":
+        stdout.close()
+    assert trained_into(stdout, monkeypatch).state.iteration == 3
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    told = "a line of ProgressLog could not be written to the standard output ("
+    assert [warning.startswith(told) for warning in warnings] == [True] * (kind != "none")
+
+
+def test_a_script_may_have_an_output_that_takes_ascii_or_can_only_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Letters that are not ASCII are written by their numbers."""
+    ascii_only, own = io.TextIOWrapper(io.BytesIO(), encoding="ascii"), WriteOnly()
+    for stdout in (ascii_only, own):
+        trained_into(stdout, monkeypatch)
+    printed = ascii_only.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+    for text in (printed, own.text):
+        assert text.count("epoch 1/1  update ") == 3
+    monkeypatch.setattr(sys, "stdout", ascii_only)
+    ProgressLog("simple")._print("2 \u00d7 3")
+    assert ascii_only.buffer.getvalue().decode("ascii").endswith("2 \\xd7 3\n")  # type: ignore[attr-defined]
