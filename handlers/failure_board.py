@@ -14,7 +14,8 @@ from ignite_train.errors import TrainingError
 from ignite_train.events import TrainEvents
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.kinds_of_handlers.start_description import start_description
-from ignite_train.ranks import collectives, processes
+from ignite_train.ranks import collectives
+from ignite_train.ranks.process import has_ended, own_process
 from ignite_train.ranks.sealed_messages import SealedMessages
 from ignite_train.ranks.whereabouts import find_whereabouts
 from ignite_train.trainer import Trainer
@@ -193,7 +194,7 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         """Reads the failures of other ranks, and writes this rank's own."""
         try:
-            self._messages.write(f"process of {self._rank}", processes.own_process())
+            self._messages.write(f"process of {self._rank}", own_process())
             while not self._over.wait(_POLL_SECONDS):
                 is_news = self._messages.has("first" if self._host_ended else "news")
                 if (is_news and self._read()) or self._find_death():
@@ -291,7 +292,7 @@ class _Watch(threading.Thread):
         names = {rank: f"process of {rank}" for rank in ranks}
         if not self._processes.keys() >= {*names.values()}:
             self._processes |= self._messages.read_all(name for name in names.values() if name not in self._processes)
-        return {rank for rank, name in names.items() if processes.has_ended(self._processes.get(name, []))}
+        return {rank for rank, name in names.items() if has_ended(self._processes.get(name, []))}
 
     def _call_roll(self) -> None:
         """Waits for the answers of all ranks to the first failure, and says which are gone."""
@@ -339,7 +340,7 @@ class _Watch(threading.Thread):
         lost where the main thread does not come out of a collective either.
         """
         process, place, waited = self._processes.get(f"process of {host}", []), None, 0.0
-        while not (ended := processes.has_ended(process)) and waited < _LONG_WAIT_SECONDS:
+        while not (ended := has_ended(process)) and waited < _LONG_WAIT_SECONDS:
             if self._over.wait(_POLL_SECONDS):
                 return False
             stands, before = find_whereabouts(self._main), place

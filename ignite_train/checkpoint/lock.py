@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ignite_train.errors import CheckpointError, LockTakenOverError
-from ignite_train.ranks.processes import look_up, process_space
+from ignite_train.ranks.process import look_up, process_space
 
 __all__ = ["HEARTBEAT_SECONDS", "LOCK", "STALE_SECONDS", "DirectoryLock", "writer_of"]
 

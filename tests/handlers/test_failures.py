@@ -37,7 +37,8 @@ import cuts
 import ignite_train
 from ignite_train import ForwardOutput, NonFiniteError, Trainer, TrainEvents, TrainingError, create_evaluator, create_trainer
 from ignite_train.handlers import FailureBoard, HangWatch, PeerFailureError, Validation, failure_board, hang_watch
-from ignite_train.ranks import collectives, processes, whereabouts
+from ignite_train.ranks import collectives, whereabouts
+from ignite_train.ranks.process import has_ended, look_up, own_process
 from ignite_train.ranks.sealed_messages import SealedMessages
 from ignite_train.ranks.whereabouts import find_whereabouts
 from processes import DEADLINE_SECONDS, Processes, forked
@@ -1237,20 +1238,20 @@ def test_a_thread_between_two_lines_is_somewhere() -> None:
 def test_a_process_is_known_to_have_ended_when_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also before its parent knows, and where its number is that of another process; of another machine nothing is known."""
     child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
-    machine, namespace, *_ = here = processes.own_process()
+    machine, namespace, *_ = here = own_process()
     began = Path(f"/proc/{child.pid}/stat").read_text().split()[21]  # proc_pid_stat(5)
     process = [machine, namespace, str(child.pid), began]
     elsewhere = [["another machine", *process[1:]], [machine, "another namespace", *process[2:]], []]
-    assert not any(map(processes.has_ended, [here, process, *elsewhere]))
-    assert processes.has_ended([*process[:3], "1"])
+    assert not any(map(has_ended, [here, process, *elsewhere]))
+    assert has_ended([*process[:3], "1"])
 
     child.stdin.close()  # type: ignore[union-attr]
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is dead, and still has its number
-    assert [*map(processes.has_ended, [process, *elsewhere])] == [True, False, False, False]
+    assert [*map(has_ended, [process, *elsewhere])] == [True, False, False, False]
     child.wait()
-    assert [*map(processes.has_ended, [process, *elsewhere])] == [True, False, False, False]
-    monkeypatch.setattr(processes, "own_process", list)
-    assert not processes.has_ended(process)  # nor where there is no `/proc` to look into
+    assert [*map(has_ended, [process, *elsewhere])] == [True, False, False, False]
+    monkeypatch.setattr("ignite_train.ranks.process.own_process", list)
+    assert not has_ended(process)  # nor where there is no `/proc` to look into
 
 
 def test_the_name_of_a_process_may_be_no_text() -> None:
@@ -1258,7 +1259,7 @@ def test_the_name_of_a_process_may_be_no_text() -> None:
     code = "import ctypes; ctypes.CDLL(None).prctl(15, bytes([41, 32, 230, 40]), 0, 0, 0); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         child.stdout.readline()  # type: ignore[union-attr]
-        status, began = processes.look_up(child.pid)
+        status, began = look_up(child.pid)
         child.communicate(b"over\n")
     assert (status in "RSD", began.isdecimal()) == (True, True)
 

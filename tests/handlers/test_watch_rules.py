@@ -642,7 +642,7 @@ def board_of(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int, host_r
     """The watch of a rank with a store of its own, at update 7, and its clock. A process is dead if it has written so."""
     times = Times()
     monkeypatch.setattr(failure_board, "time", times)
-    monkeypatch.setattr(failure_board.processes, "has_ended", lambda process: process == ["dead"])
+    monkeypatch.setattr(failure_board, "has_ended", lambda process: process == ["dead"])
     watch: Any = object.__new__(failure_board._Watch)
     watch._messages = SealedMessages(HashStore(), bytes(24))
     watch._messages.host_rank, watch._messages.host = host_rank, f"rank {host_rank}"
