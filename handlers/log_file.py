@@ -62,6 +62,7 @@ class LogFile(RecordingHandler, ABC):
         self._file: BinaryIO | None = None  # opened when there is something to write
         self._is_known = False  # whether the last two describe the file: it was loaded, or written by this process
         self._is_cut = False  # whether later lines were removed since then: those that come now are by others
+        self._left: tuple[int, int, int] | None = None  # which file this process has closed with all its lines, and its size
         self._latest, self._lines = 0, 0  # the update of the latest lines, and how many they are
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,7 +83,7 @@ class LogFile(RecordingHandler, ABC):
             ValueError: a key is missing, or something in it is not what `state_dict()` gives.
         """
         check_fields(type(self).__name__, state_dict, {"written": optional(COUNT), "latest": COUNT, "lines": COUNT})
-        self.finish()
+        self.recover()
         self.written, self._latest, self._lines = (state_dict[name] for name in ("written", "latest", "lines"))
         self._is_known, self._is_cut = True, False
 
@@ -118,11 +119,13 @@ class LogFile(RecordingHandler, ABC):
     def recover(self) -> None:
         """Closes the file: the next line begins by cutting off what there is of this one."""
         self.finish()
+        self._left = None
 
     def finish(self) -> None:
         """Closes the file."""
         if self._file is not None:
             with suppress(OSError):
+                self._left = _identity(os.fstat(self._file.fileno()))
                 self._file.close()
         self._file = None
 
@@ -135,8 +138,9 @@ class LogFile(RecordingHandler, ABC):
                 self._set_aside()
             self._latest, self._lines = begin, sys.maxsize if begin else 0
         with self.path.open("a+b") as file:  # buffered: many lines for each call of the system
-            file.seek(0)
-            self._cut(file)
+            if self._left is None or _identity(os.fstat(file.fileno())) != self._left:
+                file.seek(0)
+                self._cut(file)
         self._is_known = self._is_cut = True
         return self.path.open("ab", buffering=0)
 
@@ -227,8 +231,11 @@ class Csv(LogFile):
         super().__init__(path, on_error=on_error)
         self._columns: list[str] = []
 
-    def _open(self) -> BinaryIO:
+    def _cut(self, file: BinaryIO) -> None:
         self._columns = []
+        super()._cut(file)
+
+    def _open(self) -> BinaryIO:
         file = super()._open()
         if not self._columns and self._has_lines():
             file.close()
@@ -248,7 +255,7 @@ class Csv(LogFile):
 
     def _add(self, file: BinaryIO, place: Mapping[str, int], numbers: Mapping[str, float]) -> BinaryIO:
         entries: dict[str, float] = {**place, **numbers}
-        if any(name not in self._columns for name in entries):
+        if not entries.keys() <= {*self._columns}:
             file = self._widen(file, entries)
         _write_whole(file, _row([repr(entries[name]) if name in entries else "" for name in self._columns]))
         return file
@@ -258,7 +265,8 @@ class Csv(LogFile):
         self.check_file()
         if self._file is None:  # it was not `file` any more
             self._file = file = self._open()
-        columns = [*self._columns, *(name for name in names if name not in self._columns)]
+        known = {*self._columns}
+        columns = [*self._columns, *(name for name in names if name not in known)]
         with self.path.open("rb") as narrow:
             lines = [self._widened(line, columns) for line in narrow]
         self._rewrite(b"".join(lines if self._columns else [_row(columns)]))
@@ -272,6 +280,10 @@ class Csv(LogFile):
         if fields and fields == self._columns:
             return _row(columns)
         return line if _first_number(fields) is None else _row(fields + [""] * (len(columns) - len(fields)))
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size
 
 
 def _write_whole(file: BinaryIO, data: bytes) -> None:

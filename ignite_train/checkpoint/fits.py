@@ -206,11 +206,15 @@ class Fit:
             return self.missing_groups(name.rpartition(".")[0]) if entry.shares_groups else []
         if entry.gathers or not isinstance(saved, Mapping) or has_own_form(saved):
             return []
-        optimizers, known = self.objects.optimizers, dict(self.objects.modules["model"].parameters())
+        optimizers = self.objects.optimizers
+        lacking = self.description["optimizers"][name]["names"][len(optimizers[name].param_groups) :]
+        if not lacking:  # as of nearly all optimizers, and there may be one for each parameter
+            return []
+        known = dict(self.objects.modules["model"].parameters())
         groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
         met = {id(parameter) for group in groups for parameter in group["params"]}
         missing: list[list[nn.Parameter]] = []
-        for names in self.description["optimizers"][name]["names"][len(optimizers[name].param_groups) :]:
+        for names in lacking:
             missing.append([])
             for parameter in (known.get(name) for name in names):
                 if parameter is None or id(parameter) in met:

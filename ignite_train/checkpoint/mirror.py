@@ -130,7 +130,8 @@ class Mirror:
     def _prune(self, retention: Retention) -> None:
         """Removes surplus checkpoints, what copies that were cut short have left, and frozen weights that none refers to."""
         try:
-            for name in [name for name in self._manifests if name not in _kept(self._manifests, retention)]:
+            stays = _kept(self._manifests, retention)
+            for name in [name for name in self._manifests if name not in stays]:
                 del self._manifests[name]
                 self._store.rm_file(f"{self._root}/{name}/{MANIFEST}")
                 self._store.rm(f"{self._root}/{name}", recursive=True)

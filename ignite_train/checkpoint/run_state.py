@@ -190,11 +190,8 @@ class RunState:
     def _let_script_win(self, name: str, optimizer: Optimizer) -> None:
         """Sets the options that the script decides. A restored schedule keeps its shape, over the script's `lr`."""
         decided = self._run.decided(name)
-        schedules = [
-            schedule
-            for key, schedule in self._objects.schedules.items()
-            if schedule.optimizer is optimizer and key not in self.fresh and "lr" in self._run.script_wins
-        ]
+        everyones = self._objects.schedules if "lr" in self._run.script_wins else {}
+        schedules = [one for key, one in everyones.items() if one.optimizer is optimizer and key not in self.fresh]
         bases = []
         for group, wins in zip(optimizer.param_groups, copy.deepcopy(decided), strict=True):
             before, rate = group.get("initial_lr", group["lr"]), group["lr"]

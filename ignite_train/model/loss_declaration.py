@@ -205,9 +205,10 @@ def _means(probe: _Probe, names: Sequence[str], part: dict[str, float]) -> list[
             # A sum that is 0 does not double either; of what was not 0 the first part has told enough.
             stays = [name for name in unknown if part[name] != 0 or probe.is_same(one[name], doubled[name])]
             unknown = [name for name in stays if probe.is_same(part[name], one[name])]
+            known = {*stays} - {*unknown}
             # The number of different samples grows with the part, though not where samples are there twice.
             factor = size / sizes[0]
-            found = [n for n in stays if n not in unknown and not probe.is_equal(part[n], one[n], factor=factor)]
+            found = [n for n in stays if n in known and not probe.is_equal(part[n], one[n], factor=factor)]
             # Both parts together have a mean that lies between; the matches within a batch, say, grow instead.
             (both,) = probe.numbers([0, number]) if found else ({},)
             means += [name for name in found if probe.is_between(part[name], one[name], both[name])]

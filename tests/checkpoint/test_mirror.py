@@ -37,6 +37,7 @@ from ignite_train import (
 )
 from ignite_train.checkpoint import find, verify
 from ignite_train.checkpoint.manifest import MANIFEST, read_manifest
+from ignite_train.checkpoint.retention import Retention
 from ignite_train.handlers import Checkpoint
 from killing import until
 from processes import DEADLINE_SECONDS, forked
@@ -147,6 +148,14 @@ def test_a_run_whose_directory_is_lost_ends_with_the_same_bits(here: Path, store
 
 
 @pytest.mark.slow
+def test_the_rule_of_what_stays_is_asked_as_often_however_many_there_are(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer sorts all checkpoints."""
+    asked, surplus = list[int](), Retention.surplus
+    monkeypatch.setattr(Retention, "surplus", lambda rule, known: (asked.append(len(known)), surplus(rule, known))[1])
+    train(here, "memory://asked", updates=12, keep=99)
+    assert asked.count(11) == asked.count(3) > 0
+
+
 def test_a_store_in_memory_will_do(here: Path) -> None:
     """Any file system of fsspec."""
     url = f"memory://{here.parent.name}/run"

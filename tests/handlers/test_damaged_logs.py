@@ -266,3 +266,26 @@ def test_a_long_log_is_opened_with_few_reads(tmp_path: Path, kind: str, widens: 
     log.finish()
     assert 0 < CountedFile.reads < number
     assert len(log.path.read_bytes().splitlines()) == len(head) + number + 1
+
+
+@kinds
+def test_a_later_run_reads_a_log_only_if_something_has_happened_to_it(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may call `run` for each epoch: to read the whole file each time takes longer and longer."""
+    trainer, log = make(tmp_path, kind)
+    trainer.run(DATA, max_epochs=1)
+    read = list[bytes]()
+    judge = type(log)._update_of
+    monkeypatch.setattr(type(log), "_update_of", lambda log, line: (read.append(line), judge(log, line))[1])
+    trainer.run(DATA, max_epochs=2)
+    assert read == []
+    with log.path.open("ab") as file:
+        file.write(b"{half a line")
+    trainer.run(DATA, max_epochs=3)
+    lines = log.path.read_bytes().splitlines(keepends=True)
+    assert [update_of(line) for line in lines[-18:]] == [*range(1, 19)]
+    assert len(read) == len(lines) - 6
+    trainer.run(DATA, max_iters=20, resume=tmp_path / "checkpoints" / "update-00000016")
+    lines = log.path.read_bytes().splitlines(keepends=True)
+    assert [update_of(line) for line in lines[-20:]] == [*range(1, 21)]
