@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.engine.dispatch import Stateful
 from ignite_train.errors import CheckpointError, TrainingError
 from ignite_train.internals.of_torch import pass_of, sampler_pass_of
+from ignite_train.model.in_full import in_full
 from ignite_train.model.random_state import (
     capture_random_state,
     generators_within,
@@ -39,13 +41,17 @@ def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
     """
     if not isinstance(loader, DataLoader) or not loader.persistent_workers or pass_of(loader) is not None:
         return iter(loader)
-    own = loader.generator
-    loader.generator = torch.Generator()
-    loader.generator.set_state((torch.default_generator if own is None else own).get_state())
+    own, copied = loader.generator, torch.Generator()
+    copied.set_state((torch.default_generator if own is None else own).get_state())
+
+    def put_back() -> None:
+        loader.generator = own
+
     try:
+        loader.generator = copied
         return iter(loader)
     finally:
-        loader.generator = own
+        in_full(put_back)
 
 
 def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
@@ -164,7 +170,7 @@ class DataPosition:
         self._pass = _pass_of(self._loader)
         self.may_break = self._pass is not None
         if self._generators_before is not None:
-            restore_random_state(self._generators_before)
+            in_full(partial(restore_random_state, self._generators_before))
             with self._refusing():
                 self._set_own_generators(self._own_after)
             self._generators_before = None
@@ -196,7 +202,7 @@ class DataPosition:
 
     def take_back_opening(self) -> None:
         """Puts the generators back to what they were before the pass was opened, at the start of an epoch."""
-        restore_random_state(self._before_opening)
+        in_full(partial(restore_random_state, self._before_opening))
         self._set_own_generators(self._before_opening["own"])
 
     def note(self, *, exhausted: bool) -> None:

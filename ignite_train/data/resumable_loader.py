@@ -298,7 +298,11 @@ class _Samples(Dataset[Any]):
             return [self._fetch(seed_random_state(self._seed, epoch, index), index) for epoch, index in keys]
         finally:
             if before is not None:
-                restore_random_state(before)
+                try:
+                    restore_random_state(before)
+                except BaseException:  # by Ctrl-C: forward would draw from the generators of a sample
+                    restore_random_state(before)
+                    raise
 
     def _fetch(self, seed: int, index: int) -> Any:
         if self.seeds_generators:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ignite_train.arguments import describe
+from ignite_train.model.in_full import in_full
 from ignite_train.model.random_state import capture_random_state, restore_random_state
 
 __all__ = ["deterministic"]
@@ -67,12 +68,11 @@ class deterministic:  # noqa: N801  # it is called as a function is
             "benchmark": torch.backends.cudnn.benchmark,
             "workspace": os.environ.get(_WORKSPACE),
         }
-        os.environ.setdefault(_WORKSPACE, _FIXED_WORKSPACE)
-        torch.use_deterministic_algorithms(True, warn_only=warn_only)
-        torch.backends.cudnn.benchmark = False
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
+        try:
+            self._begin()
+        except BaseException:  # by Ctrl-C: no `with` has begun that would end
+            in_full(self._put_back)
+            raise
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.seed}, warn_only={self.warn_only})"
@@ -80,7 +80,18 @@ class deterministic:  # noqa: N801  # it is called as a function is
     def __enter__(self) -> Self:
         return self
 
+    def _begin(self) -> None:
+        os.environ.setdefault(_WORKSPACE, _FIXED_WORKSPACE)
+        torch.use_deterministic_algorithms(True, warn_only=self.warn_only)
+        torch.backends.cudnn.benchmark = False
+        random.seed(self.seed)
+        np.random.seed(self.seed)
+        torch.manual_seed(self.seed)
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        in_full(self._put_back)
+
+    def _put_back(self) -> None:
         before = self._before
         enabled, warn_only = before["algorithms"]
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)

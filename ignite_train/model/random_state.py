@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_train.internals.of_torch import ITERATOR
+from ignite_train.model.in_full import in_full
 
 __all__ = [
     "NUMPY",
@@ -217,12 +218,16 @@ def kept_random_state(owner: Any) -> Iterator[Mapping[str, Any]]:
     """
     random_state = capture_random_state()
     generators = [(generator, get_generator_state(generator)) for generator in generators_within(owner).values()]
-    try:
-        yield random_state
-    finally:
+
+    def put_back() -> None:
         for generator, state in generators:
             set_generator_state(generator, state)
         restore_random_state(random_state)
+
+    try:
+        yield random_state
+    finally:
+        in_full(put_back)
 
 
 def seed_new_rank(rank: int) -> None:
