@@ -29,6 +29,7 @@ from ignite_train.engine.loop import Batches, Loop
 from ignite_train.evaluation.uneven_metrics import metrics_published_at, uneven_metrics
 from ignite_train.forward import TERM, Forward, ForwardOutput, as_forward_output, bind_forward
 from ignite_train.model.forward_state import ForwardState
+from ignite_train.model.in_full import in_full, put_entries_back
 from ignite_train.model.loss_declaration import FirstLook
 from ignite_train.model.precision import Precision, PrecisionName
 from ignite_train.other_words import answers_other_words, made_by
@@ -130,13 +131,17 @@ class Evaluator(Loop):
             self.statistics.device, counts=self.data_ranks.counts
         )  # without the logs of another run, which would be published as 0
         training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
+
+        def put_back() -> None:
+            for module in training:
+                module.training = True
+
         try:
+            self.model.eval()
             with self._contexts:
                 super().run(loader)
         finally:
-            for module in training:
-                module.training = True
+            in_full(put_back)
         return self.state
 
     def _expected_length(self, data: Iterable[Any]) -> int | None:
@@ -297,12 +302,15 @@ def kept_state(evaluator: Engine) -> Iterator[None]:
         evaluator: ours, or any engine of Ignite.
     """
     state, before = evaluator.state, {**vars(evaluator.state)}
+
+    def put_back() -> None:
+        evaluator.state = state
+        put_entries_back(vars(state), before)
+
     try:
         yield
     finally:
-        vars(state).clear()
-        vars(state).update(before)
-        evaluator.state = state
+        in_full(put_back)
 
 
 @answers_other_words

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ignite_train.fast.graph_numbers import tolerance_of
 from ignite_train.model.forward_state import ForwardState
+from ignite_train.model.in_full import in_full
 from ignite_train.model.random_state import NUMPY, PYTHON
 
 __all__ = ["GraphTrial"]
@@ -37,6 +38,9 @@ class GraphTrial:
         self._before = {**self._forward_state.copies(self._mark), **_cloned(self._stepped)}
 
     def __exit__(self, *raised: Any) -> None:
+        in_full(self._put_back)
+
+    def _put_back(self) -> None:
         with torch.no_grad():
             for kind, tensors in self._stepped.items():
                 for name, tensor in tensors.items():

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ignite_train.errors import TrainingError
 from ignite_train.internals.of_torch import buffers_of, parameters_of, pytree, version_of
 from ignite_train.model.buffer_rollback import BufferRollback
+from ignite_train.model.in_full import in_full, put_entries_back
 from ignite_train.model.memory_layout import has_plain_memory
 from ignite_train.model.micro_batch_rollback import MicroBatchRollback, content_of, same_content
 from ignite_train.model.objects_used import CONTAINERS, MAX_ENTRIES, attributes_of, is_accounted_for, objects_used
@@ -222,17 +223,20 @@ class ForwardState:
         Raises:
             TrainingError: forward has moved a parameter that was not copied. Everything else is back.
         """
+        left = [*stepped]
+        in_full(lambda: self._put_back(mark, left))
+
+    def _put_back(self, mark: ForwardMark, stepped: Sequence[Tensor]) -> None:
         for now, before in mark.attributes:
             if now.keys() != before.keys() or any(now[name] is not value for name, value in before.items()):
-                now.clear()
-                now.update(before)
+                put_entries_back(now, before)
         for container, entries in mark.containers:
             _fill(container, entries)
         mark.buffers.roll_back()
         mark.arrays.roll_back()
         self._carried.replace(mark.carried)
         mark.random_state.restore()
-        self._put_tensors_back(mark, [*stepped])
+        self._put_tensors_back(mark, stepped)
 
     # --- what there is --------------------------------------------------------------------------------------------------------
 

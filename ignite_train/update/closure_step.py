@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ignite_train.model.forward_state import ForwardMark, ForwardState
 from ignite_train.model.gradients import Gradients, times
+from ignite_train.model.in_full import in_full
 from ignite_train.model.micro_batch_rollback import writing_error, written_into
 from ignite_train.model.optimizers import each_optimizer
 from ignite_train.ranks.messages import Outgoing, RankRequests
@@ -106,8 +107,10 @@ class ClosureStep:
             if not before.is_finite():
                 raise _NotFiniteError(decision._replace(grad_norm=math.nan, skipped_reason=self._if_not_finite))
         except BaseException as error:
-            before.put_back()
-            self.stepper.watch.begin()
+            try:
+                in_full(before.put_back)
+            finally:
+                self.stepper.watch.begin()
             if not isinstance(error, _NotFiniteError):
                 raise
             return error.decision, number
