@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ignite_train.errors import ForwardContractError, GradientAccessError
 from ignite_train.events import TrainEvents
@@ -68,19 +69,28 @@ class HandlerGuard:
             who: would have called it, for the message.
             error: the type of the error.
         """
+        refuses, handles = True, list[RemovableHandle]()
 
         def refuse(*_: Any) -> None:
-            raise error(
-                f"{who} must not call step() of the trainer's optimizer: each update makes one step, after GRADIENTS_READY; "
-                "leave the call out"
-            )
+            if refuses:
+                raise error(
+                    f"{who} must not call step() of the trainer's optimizer: each update makes one step, after "
+                    "GRADIENTS_READY; leave the call out"
+                )
 
-        handles = [one.register_step_pre_hook(refuse) for one in each_optimizer(self._optimizer)]
         try:
+            for one in each_optimizer(self._optimizer):
+                handles.append(one.register_step_pre_hook(refuse))
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            refuses = False
+            try:
+                for handle in handles:
+                    handle.remove()
+            except BaseException:  # by Ctrl-C: steps with a hook take a slower way
+                for handle in handles:
+                    handle.remove()
+                raise
 
     @contextmanager
     def forward(self) -> Iterator[None]:
