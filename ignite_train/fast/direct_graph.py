@@ -68,8 +68,8 @@ def direct_graph(compiled: Compiled) -> Compiled:
             return compiled(*inputs)
         torch.autograd.graph.increment_version([inputs[index] for index in changed])
         records = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
         try:
+            torch._C._set_grad_enabled(False)
             return code([*inputs])
         finally:
             torch._C._set_grad_enabled(records)
@@ -100,8 +100,8 @@ def _watched(compiled: Compiled, inputs: Sequence[Any]) -> tuple[Any, Compiled |
     versions = [version_of(one) for one in inputs]
     with _watching:
         ordinary = CompiledFxGraph.__call__
-        CompiledFxGraph.__call__ = watching  # type: ignore[assignment, method-assign]
         try:
+            CompiledFxGraph.__call__ = watching  # type: ignore[assignment, method-assign]
             outputs = compiled(*inputs)
         finally:
             CompiledFxGraph.__call__ = ordinary  # type: ignore[method-assign]

@@ -222,8 +222,8 @@ _CALLS: dict[type[Optimizer], Callable[..., _Call | str]] = {SGD: _sgd, Adam: _a
 def _make(calls: Sequence[_Call], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     """Calls the kernels, as the functions behind `Optimizer.step` do once they have sorted their arguments."""
     grad_enabled = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)
     try:
+        torch._C._set_grad_enabled(False)
         for kernel, lists, steps, options in calls:
             if not steps:
                 kernel(*lists, **options, grad_scale=grad_scale, found_inf=found_inf)

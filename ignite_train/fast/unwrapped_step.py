@@ -67,8 +67,8 @@ class UnwrappedStep:
             if own is not None:  # a scheduler counts the calls, and does nothing else
                 self._known_own, optimizer._opt_called = own, True  # type: ignore[attr-defined]
             grad_enabled = torch.is_grad_enabled()
-            torch._C._set_grad_enabled(False)
             try:
+                torch._C._set_grad_enabled(False)
                 self._function(optimizer)
             except RuntimeError as error:
                 self._plain.explain(error)

@@ -24,6 +24,7 @@ from ignite_train.forward import (
     bind_forward,
     is_declared,
 )
+from ignite_train.model.in_full import in_full
 from ignite_train.model.loss_declaration import FirstLook
 from ignite_train.model.precision import Precision
 from ignite_train.model.seeding import Seeding
@@ -132,7 +133,7 @@ class ForwardBackward:
         else:
             self.term_totals = OF_THIS_MICRO_BATCH if self._may_be_whole and len(group) == 1 else UNCOUNTED
         if self.options.train_mode and not self.module.training:
-            self.model.train()
+            in_full(self.model.train)
         if self._begins_by_size is not None:
             self.awaits_size, self._group_size = self._begins_by_size.awaits_size, len(group)
 
@@ -166,7 +167,10 @@ class ForwardBackward:
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for backward."""
         if not loss.requires_grad:
-            raise ForwardContractError("the loss that forward returned has no graph; return it without .detach() or no_grad()")
+            remedy = "return it without .detach() or no_grad()"
+            if not torch.is_grad_enabled():
+                remedy = "gradients are switched off in this thread, so call torch.set_grad_enabled(True) before the run"
+            raise ForwardContractError(f"the loss that forward returned has no graph; {remedy}")
         return loss if self.loss_scaling.scale == 1.0 else loss * self.loss_scaling.scale
 
     def loss_without_wrapper(self, micro_batch: Any, index: int | None = None) -> Tensor:
