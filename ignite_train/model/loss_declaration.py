@@ -314,15 +314,22 @@ class _BrokenOffError(Exception):
 
 
 class _Apart(DispatchMode):
-    """Breaks off what would begin a collective, or write into a tensor that was there before."""
+    """Breaks off what would begin a collective, or write into a tensor that was there before.
+
+    Attributes:
+        is_over: whether it lets all pass. Ctrl-C in its `__enter__` or `__exit__`, which are torch's, leaves it in its place.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.is_over = False
         self._own: set[int] = set()  # memory that was made while this is open
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's
         """Called by torch for each operation."""
         kwargs = kwargs or {}
+        if self.is_over:
+            return func(*args, **kwargs)
         if func.namespace in COLLECTIVE_NAMESPACES:
             raise _BrokenOffError
         if (schema := schema_of(func)).is_mutable:
@@ -342,8 +349,17 @@ class _Apart(DispatchMode):
 @contextmanager
 def _apart(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Puts modules into eval mode, and within it nothing is compiled or warned of, and nothing leaves a trace."""
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    for module in modules:
-        module.training = False
-    with torch.no_grad(), eager, warnings.catch_warnings(action="ignore"), _Apart():
-        yield
+    mode = _Apart()
+    try:
+        for module in modules:
+            module.training = False
+        with (
+            # made here, since it is in force from then on
+            torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext(),
+            torch.no_grad(),
+            warnings.catch_warnings(action="ignore"),
+            mode,
+        ):
+            yield
+    finally:
+        mode.is_over = True
