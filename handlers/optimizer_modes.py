@@ -16,6 +16,7 @@ from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.internals.of_torch import foreach_copy_
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.averaged_tensors import local_tensors
+from ignite_train.model.in_full import in_full
 from ignite_train.model.learning_rates import refuse_other_optimizer
 from ignite_train.trainer import Replicas, Trainer
 
@@ -83,15 +84,19 @@ class OptimizerModes(Handler):
         """In this `with` the optimizer is in its eval mode; afterwards the weights have the bits that they had."""
         with torch.no_grad():
             kept = [weight.clone() for weight in self._weights()]
-        self.optimizer.eval()
-        replicas.have_own_weights = False
-        try:
-            yield
-        finally:
+
+        def put_back() -> None:
             self.optimizer.train()
             replicas.have_own_weights = True
             with torch.no_grad():
                 foreach_copy_(self._weights(), kept)
+
+        try:
+            self.optimizer.eval()
+            replicas.have_own_weights = False
+            yield
+        finally:
+            in_full(put_back)
 
     def _weights(self) -> list[Tensor]:
         return local_tensors(weight for group in self.optimizer.param_groups for weight in group["params"])

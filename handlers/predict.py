@@ -64,9 +64,12 @@ def predict(evaluator: Evaluator, loader: Iterable[Any], *, gather: Literal["all
     one_of("gather", gather, ("all", "main", "none"))
     watched, indices = _watched(loader)
     found = _Found(indices, _left_out(loader))
-    # append: nothing else of EPOCH_COMPLETED is left to run when the evaluator is told to skip COMPLETED
-    skip = evaluator.append_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.terminate(skip_completed=True))
-    with kept_state(evaluator), skip, evaluator.prepend_event_handler(Events.ITERATION_COMPLETED, found.add):
+    with (
+        kept_state(evaluator),
+        # append: nothing else of EPOCH_COMPLETED is left to run when the evaluator is told to skip COMPLETED
+        evaluator.append_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.terminate(skip_completed=True)),
+        evaluator.prepend_event_handler(Events.ITERATION_COMPLETED, found.add),
+    ):
         evaluator.run(watched)
     problem, keys, rows = found.joined()
     form = None if rows is None else pytree.tree_map(lambda leaf: leaf[:0], rows)

@@ -151,17 +151,18 @@ class StepTimer(PiggybackHandler):
         if sections is None or sections.current is None:
             yield
             return
-        self._path.append(name)
-        path, started = "/".join(self._path), time.perf_counter()
+        outer = self._path
+        path, started = "/".join([*outer, name]), time.perf_counter()
         with ExitStack() as at_end:
             if sections.open_range is not None:
                 at_end.callback(sections.open_range(path))
             if device is not None:
                 at_end.callback(device.span(path))
             try:
+                self._path = [*outer, name]
                 yield
             finally:
-                self._path.pop()
+                self._path = outer
                 self._own[path] = self._own.get(path, 0.0) + time.perf_counter() - started
 
     def summary(self, *, device: bool = False) -> dict[str, SectionTimes]:

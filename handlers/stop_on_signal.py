@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from ignite_train.arguments import describe, real_number
 from ignite_train.kinds_of_handlers import Handler
+from ignite_train.model.in_full import in_full
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -103,14 +104,17 @@ class StopOnSignal(Handler):
             self._warn()
             return
         self._watch = _Watch(trainer, self._requests, self.grace_seconds)
+        self._watch.listen()
         _listening.append(self)
         for number in self._requests:
-            if signal.getsignal(number) is None:
+            previous = signal.getsignal(number)
+            if previous is None:
                 _logger.warning(
                     f"{number.name} has a handler that Python did not install, and keeps it: it will not end the run"
                 )
             else:
-                self._previous[number] = signal.signal(number, _receive)
+                self._previous[number] = previous
+                signal.signal(number, _receive)
 
     def _warn(self) -> None:
         if not self._has_warned:
@@ -124,8 +128,10 @@ class StopOnSignal(Handler):
     def _finish(self) -> None:
         watch = self._watch
         if watch is not None:
-            self._restore()
-            watch.end()
+            try:
+                in_full(self._restore)
+            finally:
+                watch.end()
 
     def _restore(self) -> None:
         """Puts the earlier handlers back, in this process or in a fork of it."""
@@ -133,8 +139,9 @@ class StopOnSignal(Handler):
             signal.signal(number, previous)
         if self._watch is not None:
             signal.set_wakeup_fd(self._watch.previous_fd)
+        if self in _listening:
+            _listening.remove(self)
         self._previous, self._watch = {}, None
-        _listening.remove(self)
 
 
 class _Watch(threading.Thread):
@@ -146,13 +153,18 @@ class _Watch(threading.Thread):
         self._first: tuple[float, signal.Signals] | None = None  # when a signal came, and which
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
+        self.previous_fd = -1
+
+    def listen(self) -> None:
+        """Begins. The object is known to its owner by now, which ends it also where Ctrl-C comes in between."""
         self.previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self.start()
 
     def end(self) -> None:
-        """Ends the thread. The file descriptor is no longer written to."""
+        """Ends the thread, if it has begun. The file descriptor is no longer written to."""
         self._writer.send(bytes([_OVER]))
-        self.join(_PATIENCE_SECONDS)
+        if self.ident is not None:
+            self.join(_PATIENCE_SECONDS)
         self._writer.close()
 
     def run(self) -> None:

@@ -173,9 +173,13 @@ class Validation(Handler):
             return
         self._choose_score(trainer)
         evaluator = self.evaluator
-        skip = append_handler(evaluator, Events.EPOCH_COMPLETED, self._skip_completed)
         owners = (self.loader, evaluator.model if isinstance(evaluator, Evaluator) else None)
-        with kept_state(evaluator), kept_random_state(owners), trainer.section("evaluation"), skip:
+        with (
+            kept_state(evaluator),
+            kept_random_state(owners),
+            trainer.section("evaluation"),
+            append_handler(evaluator, Events.EPOCH_COMPLETED, self._skip_completed),
+        ):
             try:
                 metrics = self._evaluate(epoch_length=self.sanity)
                 for name in dict.fromkeys((self.score, *(name for name, _ in self._scores_of_others(trainer)))):

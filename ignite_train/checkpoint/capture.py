@@ -73,7 +73,11 @@ def capture(run: SavedRun, held: HeldState | None = None) -> Contents:
     try:
         contents = _capture(run, generators)
     finally:
-        restore_random_state(generators)
+        try:
+            restore_random_state(generators)
+        except BaseException:  # by Ctrl-C
+            restore_random_state(generators)
+            raise
     if held is not None and run.trainer.replicas.rank == 0 and contents.failure is None:
         held.warn(run, contents)
     return contents
@@ -116,18 +120,25 @@ def paused_collection() -> Iterator[None]:
     It is for what makes many objects that all live on. A state of a thousand tensors takes so many that Python would look
     through all of its memory, in every second save.
     """
-    with COLLECTOR:
-        collects = gc.isenabled()
-        if collects:
-            PAUSED.set()
-            gc.disable()
+    collects = False
     try:
+        with COLLECTOR:
+            collects = gc.isenabled()
+            if collects:
+                PAUSED.set()
+                gc.disable()
         yield
     finally:
         if collects:
-            with COLLECTOR:
-                PAUSED.clear()
-                gc.enable()
+            try:
+                with COLLECTOR:
+                    PAUSED.clear()
+                    gc.enable()
+            except BaseException:  # by Ctrl-C: without it the process would collect no garbage any more
+                with COLLECTOR:
+                    PAUSED.clear()
+                    gc.enable()
+                raise
 
 
 def own_piece(tensor: Tensor, *, everything: bool) -> Piece | None:

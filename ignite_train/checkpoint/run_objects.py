@@ -18,6 +18,7 @@ from ignite_train.checkpoint.tree import dtype_name
 from ignite_train.engine.dispatch import Attachable, Stateful
 from ignite_train.internals.of_torch import buffers_of
 from ignite_train.model.averaged_tensors import plain_name
+from ignite_train.model.in_full import in_full
 from ignite_train.model.memory_layout import own_memory
 from ignite_train.model.optimizers import each_optimizer
 from ignite_train.ranks import collectives
@@ -311,16 +312,20 @@ def _writable_buffers(module: nn.Module) -> Iterator[None]:
         for name, buffer in owner.items()
         if buffer is not None and own_memory(buffer) is not buffer
     ]
-    for owner, name, _, copy in expanded:
-        owner[name] = copy
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for owner, name, buffer, copy in expanded:
             own = own_memory(buffer)
             own.copy_(copy[tuple(slice(size) for size in own.shape)])
             if torch.equal(buffer, copy):
                 owner[name] = buffer
+
+    try:
+        for owner, name, _, copy in expanded:
+            owner[name] = copy
+        yield
+    finally:
+        in_full(put_back)
 
 
 def _refilled(there: Any, loaded: Any) -> Any:

@@ -11,6 +11,7 @@ from ignite.engine import Engine, Events
 from ignite.metrics import Metric
 
 from ignite_train.engine.dispatch import attached
+from ignite_train.model.in_full import in_full
 from ignite_train.ranks import collectives
 from ignite_train.ranks.compute_on import compute_on
 
@@ -57,13 +58,17 @@ def uneven_metrics(engine: Engine, *, has_data: bool) -> Iterator[bool]:
         raise ValueError(f"metrics must be attached alike on all ranks, since they reduce together, got {table}")
     with_data = [rank for rank, (has, _) in enumerate(everyones) if has]
     ranks = with_data or [*range(len(everyones))]
+
+    def put_back() -> None:
+        for metric in metrics.values():
+            vars(metric).pop("compute", None)
+
     try:
         for name, metric in metrics.items():
             vars(metric)["compute"] = _Together(name, metric, ranks)
         yield bool(with_data)
     finally:
-        for metric in metrics.values():
-            vars(metric).pop("compute", None)
+        in_full(put_back)
 
 
 class _Together:

@@ -102,12 +102,17 @@ class FoldedStep:
         if self._direct(groups, **given) is None:
             return
         attributes: dict[str, Any] = vars(self._optimizer)
-        attributes.update(given)
         try:
+            attributes.update(given)
             self._plain.step()
         finally:
-            for name in given:
-                del attributes[name]
+            try:
+                for name in given:
+                    attributes.pop(name, None)
+            except BaseException:  # by Ctrl-C: a later step would be divided by one that is left
+                for name in given:
+                    attributes.pop(name, None)
+                raise
 
     def why_not_queued(self) -> str | None:
         """Why a folded step could not be skipped by the device without a trace; asked at each step."""

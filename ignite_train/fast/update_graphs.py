@@ -479,8 +479,9 @@ class _Graph:
             return None
         if self._set_lookup is None:
             return self.compile(*arguments)
-        before = self._set_lookup(_ONLY_LOOK_UP)
+        before = None
         try:
+            before = self._set_lookup(_ONLY_LOOK_UP)
             return self._function(*arguments)
         except _NotCompiledError:
             return None

@@ -24,6 +24,7 @@ from ignite_train.model.averaged_tensors import (
     names_of_tensors,
     plain_name,
 )
+from ignite_train.model.in_full import in_full
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -115,14 +116,19 @@ class AveragingHandler(Handler):
             self._take_over_statistics()
             weights, averages = local_tensors(averaged_tensors(model).values()), local_tensors(self._averages.values())
             kept = [weight.to(average.device, copy=True) for weight, average in zip(weights, averages, strict=True)]
-            foreach_copy_(weights, averages)
-        self._is_swapped_in = True
+
+        @torch.no_grad()
+        def put_back() -> None:
+            foreach_copy_(local_tensors(averaged_tensors(model).values()), kept)
+
         try:
+            with torch.no_grad():
+                foreach_copy_(weights, averages)
+            self._is_swapped_in = True
             yield
         finally:
             self._is_swapped_in = False
-            with torch.no_grad():
-                foreach_copy_(local_tensors(averaged_tensors(model).values()), kept)
+            in_full(put_back)
 
     def __call__(self) -> None:
         """Averages once.

@@ -176,7 +176,8 @@ def handle_in_every_nth_update(
 
     def end() -> None:
         while handles:
-            handles.pop().remove()
+            handles[-1].remove()
+            handles.pop()  # now: `on_exit` removes what Ctrl-C has left
 
     # A method of the owner: by it the settings of attached handlers are found, and those that all ranks must have.
     trainer.add_event_handler(Events.ITERATION_STARTED(every=number), MethodType(begin, owner))

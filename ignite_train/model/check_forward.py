@@ -15,6 +15,7 @@ from ignite_train.arguments import describe
 from ignite_train.forward import BoundForward, Forward, ForwardOutput, as_forward_output, bind_forward, is_declared
 from ignite_train.internals.of_torch import pytree
 from ignite_train.model.forward_state import ForwardState
+from ignite_train.model.in_full import in_full
 from ignite_train.model.loss_declaration import check_declaration
 from ignite_train.model.precision import Precision
 from ignite_train.state import EvaluatorState
@@ -246,10 +247,14 @@ def _piece(micro_batch: Any, first: int, last: int) -> Any:
 def _modes(model: nn.Module, trained: Iterable[nn.Module]) -> Iterator[None]:
     before = {module: module.training for module in model.modules()}
     chosen = {id(module) for module in trained}
-    for module in before:
-        module.training = id(module) in chosen
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for module, mode in before.items():
             module.training = mode
+
+    try:
+        for module in before:
+            module.training = id(module) in chosen
+        yield
+    finally:
+        in_full(put_back)

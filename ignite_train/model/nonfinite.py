@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ignite_train.device.leaves import leaves
 from ignite_train.internals.of_torch import pytree
+from ignite_train.model.in_full import in_full
 
 __all__ = ["find_nonfinite", "spoilt_buffer"]
 
@@ -92,13 +94,19 @@ def _watched(module: nn.Module, check: Callable[[str, Tensor], None]) -> Iterato
     def watch_gradient(name: str) -> Callable[[Tensor], None]:
         return lambda gradient: check(f"the gradient of parameter {name}", gradient)
 
-    handles = [
-        child.register_forward_hook(watch_output(f"module {name!r} ({type(child).__name__})" if name else "the model"))
-        for name, child in module.named_modules()
-    ]
-    handles += [p.register_hook(watch_gradient(repr(name))) for name, p in module.named_parameters() if p.requires_grad]  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
+    handles: list[RemovableHandle] = []
+
+    def remove() -> None:
         for handle in handles:
             handle.remove()
+
+    try:
+        handles.extend(
+            child.register_forward_hook(watch_output(f"module {name!r} ({type(child).__name__})" if name else "the model"))
+            for name, child in module.named_modules()
+        )
+        trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        handles.extend(parameter.register_hook(watch_gradient(repr(name))) for name, parameter in trained)  # type: ignore[no-untyped-call]
+        yield
+    finally:
+        in_full(remove)

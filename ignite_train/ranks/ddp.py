@@ -21,6 +21,7 @@ from ignite_train.internals.of_distributed import (
 )
 from ignite_train.internals.of_torch import backward_hooks_of, call_at_end_of_backward, late_hooks_of, share_contents
 from ignite_train.model.gradients import Gradients
+from ignite_train.model.in_full import in_full
 from ignite_train.model.sparse_parameters import no_rows, sparse_parameters
 from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.first_buffers import FirstBuffers
@@ -90,12 +91,16 @@ class DDPCrossing(Crossing):
         sparse = {*map(id, sparse_parameters(module))}
         if ddp.find_unused_parameters:  # where a dense one that is out of the graph is ready for the reduction
             parameters = [one for one in parameters if id(one) in sparse or not _has_hooks(one)] or parameters
-        ddp.module = _NoData(module, parameters, sparse)
+
+        def put_back() -> None:
+            ddp.module = module
+
         try:
+            ddp.module = _NoData(module, parameters, sparse)
             # not a call of `ddp`, which has hooks
             loss: Tensor = DistributedDataParallel.forward(ddp)  # type: ignore[no-untyped-call]
         finally:
-            ddp.module = module
+            in_full(put_back)
         backward(loss)
 
     def start(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients, loss: Tensor) -> None:
@@ -198,17 +203,21 @@ def _set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     hooks = [one for parameter in parameters for one in (backward_hooks_of(parameter), late_hooks_of(parameter))]
     before = [(one, {**one}) for one in hooks if one]
     gradients = [parameter.grad for parameter in parameters]
-    for one, _ in before:
-        one.clear()
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         for one, entries in before:
             one.update(entries)
+
+    try:
+        for one, _ in before:
+            one.clear()
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+    finally:
+        in_full(put_back)
 
 
 def _visiting(parameters: Sequence[nn.Parameter], sparse: set[int]) -> Tensor:

@@ -42,18 +42,19 @@ class FirstBuffers:
 
     @contextmanager
     def _given(self, within: AbstractContextManager[Any], *, last: bool) -> Iterator[None]:
-        ddp = self._ddp
+        ddp, attributes = self._ddp, vars(self._ddp)  # set past `nn.Module.__setattr__`, within which Ctrl-C may come
         if self._is_first:
             sync_buffers(ddp)
-        self._is_first, ddp.broadcast_buffers = last, False
+        self._is_first = last
         try:
+            attributes["broadcast_buffers"] = False
             with within:
                 yield
         finally:
-            ddp.broadcast_buffers = True
+            attributes["broadcast_buffers"] = True
             if last:
                 # as after a backward that reduces: the next forward of the script, in an evaluation say, gives them to all
-                ddp.require_forward_param_sync = True
+                attributes["require_forward_param_sync"] = True
 
 
 def has_buffer_hook(ddp: DistributedDataParallel) -> bool:

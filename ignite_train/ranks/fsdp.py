@@ -79,11 +79,15 @@ class FSDPCrossing(MeshCrossing):
 
     @contextmanager
     def _unsynchronised(self) -> Iterator[None]:
-        self._root.set_requires_gradient_sync(False)
         try:
+            self._root.set_requires_gradient_sync(False)
             yield
         finally:
-            self._root.set_requires_gradient_sync(True)
+            try:
+                self._root.set_requires_gradient_sync(True)
+            except BaseException:  # by Ctrl-C: the modules that are left would never reduce
+                self._root.set_requires_gradient_sync(True)
+                raise
 
     def close(self, *, applied: bool) -> None:
         """Tells the placeholders."""

@@ -79,8 +79,8 @@ def _top_of(thread: int) -> list[FrameType]:
     """
     with COLLECTOR:
         collects = gc.isenabled()
-        gc.disable()
         try:
+            gc.disable()
             frames: list[FrameType] = []
             below = _frame_of(thread)
             while below is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from operator import methodcaller
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ignite_train.model.fused_kernels import FusedKernels
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.group_tensors import GroupTensors
+from ignite_train.model.in_full import in_full
 from ignite_train.model.optimizers import each_optimizer
 from ignite_train.model.step_watch import StepWatch
 
@@ -122,11 +123,20 @@ class OneStepper:
         elif any(p.grad is not None and p.grad.dtype != p.dtype for p in self.gradients.parameters()):
             error.add_note(f"{type(self.optimizer).__name__} {_OTHER_DTYPE}")
 
-    def _all_kernels(self) -> ExitStack:
-        contexts = ExitStack()
-        for kernels in (self.kernels, *self.inner):
-            contexts.enter_context(kernels)
-        return contexts
+    @contextmanager
+    def _all_kernels(self) -> Iterator[None]:
+        everyone = self.kernels, *self.inner
+
+        def put_back() -> None:
+            for kernels in everyone:
+                kernels.__exit__()
+
+        try:
+            for kernels in everyone:
+                kernels.__enter__()
+            yield
+        finally:
+            in_full(put_back)
 
 
 class SeveralSteppers:
