@@ -35,13 +35,13 @@ class StepWatch:
 
     Attributes:
         entered: the optimizers that have moved something, and whether their step has returned. Empty where nothing has moved;
-            while a device decides, `moved` asks it.
+            while a device decides, `moved` asks it. None while a step is watched: `moved` then looks at it.
     """
 
     def __init__(self, optimizer: Optimizer | Optimizers) -> None:
         named = {"optimizer": optimizer} if isinstance(optimizer, Optimizer) else optimizer.labelled
         self._labels: Mapping[Optimizer, str] = {one: label for label, one in named.items()}
-        self.entered: dict[Optimizer, bool] = {}
+        self.entered: dict[Optimizer, bool | None] = {}
         self._watched = {one: _Watched(one, self.entered) for one in named.values()}
         self._ask_device: Callable[[], bool] | None = None
 
@@ -53,6 +53,8 @@ class StepWatch:
     @property
     def moved(self) -> bool:
         """Whether something has moved. Waits for the device, if it decides about a step whose numbers have not been read."""
+        for optimizer in [one for one, returned in self.entered.items() if returned is None]:
+            self._watched[optimizer].judge()  # Ctrl-C came before its `__exit__`
         if self._ask_device is not None and self.entered:
             ask, made = self._ask_device, False
             # A device that has failed cannot tell, and counts as not having made the step.
@@ -111,7 +113,7 @@ class _Watched:
         entered: of the `StepWatch`, which is told.
     """
 
-    def __init__(self, optimizer: Optimizer, entered: dict[Optimizer, bool]) -> None:
+    def __init__(self, optimizer: Optimizer, entered: dict[Optimizer, bool | None]) -> None:
         self._optimizer, self._entered, self._all = optimizer, entered, each_optimizer(optimizer)
         # Where `_seen` were found: the lists of the groups with their lengths, and `step` of the optimizer and its class.
         self._groups: list[tuple[list[nn.Parameter], int]] = []
@@ -139,6 +141,7 @@ class _Watched:
             hooks = bool(step_pre_hooks_of(optimizer) or step_pre_hooks_of_all)
             # Moments come into being in the first step, so the second one is the first whose versions tell something.
             self._sums_before = self._sums() if hooks or self._num_steps < 2 else []
+        self._entered[optimizer] = None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         """Tells whether the step has moved something. One that has returned has."""
@@ -147,10 +150,16 @@ class _Watched:
             self._entered[self._optimizer] = True
             if not self._tells:
                 self.learn()
-        elif self.may_have_moved():
+        else:
+            self.judge()
+
+    def judge(self) -> None:
+        """Tells whether a step that has not returned, as far as is known, has moved something."""
+        if self.may_have_moved():
             self._entered[self._optimizer] = False
         else:
             self.forget_new_state()
+            self._entered.pop(self._optimizer, None)
 
     def may_have_moved(self) -> bool:
         """Whether the step, which has raised, has changed parameters, or state that was there."""
