@@ -232,8 +232,8 @@ class Loop(Dispatcher):
         state.dataloader, continues = data, progress.interrupted
         progress.running, progress.ended, progress.interrupted, progress.session_left = True, False, False, False
         progress.data_ended = progress.data_ended and continues
-        self._log(f"Engine run starting with max_epochs={state.max_epochs}, max_iters={state.max_iters}.")
         try:
+            self._log(f"Engine run starting with max_epochs={state.max_epochs}, max_iters={state.max_iters}.")
             for callback in self.on_enter:
                 callback(self)
             if has_epochs:

@@ -81,9 +81,10 @@ class Seeding:
     def end(self) -> None:
         """Puts the generators back. Does nothing where no update has begun."""
         if self._before is not None:
-            (state, numpy), self._before = self._before, None
+            state, numpy = self._before
             state.restore()
             set_bit_generator(numpy)
+            self._before = None  # last: where Ctrl-C comes before, it is called again
 
     def _seed(self, *key: int | str) -> None:
         seed = seed_random_state(self.seed, *key)

@@ -51,19 +51,21 @@ class Part:
         mark: remembers what there is. Also the place to begin from a clean state.
         keep: lets the change stand, and does what follows from the end.
         put_back: leaves what was there at the mark.
+        may_repeat: whether `keep` and `put_back` may be called twice, the first time up to any place in them.
     """
 
     kept_at: frozenset[End] = frozenset(End)
     mark: Callable[[], object] | None = None
     keep: Callable[[], object] | None = None
     put_back: Callable[[], object] | None = None
+    may_repeat: bool = False
 
 
 class Journal:
     """The context of an update. An update that `close` has not ended has been broken off by an exception.
 
-    Each part is ended once. If one of them raises, or an interrupt comes in between, the others are ended all the same, in the
-    way that the first of them were.
+    If a part raises as it is ended, or an interrupt comes, the others are ended all the same, in the way that the first of them
+    were. Those that may be ended twice are ended again then: how far the one has come that was interrupted is unknown.
 
     Args:
         steps: whether the parameters of this rank have moved.
@@ -80,8 +82,8 @@ class Journal:
     def choose(self, parts: Sequence[Part]) -> None:
         """Takes what is marked at the beginning of each update. They end in this order: those that count come first."""
         self._marks = [part.mark for part in parts if part.mark is not None]
-        chosen = {end: [part.keep if end in part.kept_at else part.put_back for part in parts] for end in End}
-        self._ends = {end: [function for function in functions if function is not None] for end, functions in chosen.items()}
+        self._ends = {end: _functions(parts, end) for end in End}
+        self._repeated = {end: _functions([part for part in parts if part.may_repeat], end) for end in End}
 
     def __enter__(self) -> Journal:
         self.ending.end, self._left = None, iter(())
@@ -106,6 +108,8 @@ class Journal:
             self.ending.end, self.ending.applied, self._left = end, moved, iter(self._ends[end])
             if (note := self._steps.half_made()) is not None:
                 error.add_note(note)
+        else:
+            self._left = iter([*self._repeated[self.ending.end], *self._left])
         self._end_parts()
 
     def _end_parts(self) -> None:
@@ -116,6 +120,11 @@ class Journal:
         except BaseException:
             self._end_parts()
             raise
+
+
+def _functions(parts: Sequence[Part], end: End) -> list[Callable[[], object]]:
+    chosen = [part.keep if end in part.kept_at else part.put_back for part in parts]
+    return [function for function in chosen if function is not None]
 
 
 class Counters:
@@ -129,7 +138,9 @@ class Counters:
         self._state, self._ending, self.progress = state, ending, Progress()
 
     def keep(self) -> None:
-        """Counts the update."""
+        """Counts the update, once."""
+        if self.progress.settled:
+            return
         self.progress.settled = True
         if self._ending.applied:
             self._state.num_steps += 1

@@ -57,21 +57,27 @@ class Parts:
         carried, counters, scale = passes.carried, self.counters, self.scale
         cleared_at = frozenset(End) - ({End.STEPPED} if passes.options.keep_gradients else set())
         parts = [
-            Part(kept_at=COUNTED, keep=counters.keep, put_back=counters.put_back),
+            Part(kept_at=COUNTED, keep=counters.keep, put_back=counters.put_back, may_repeat=True),
             Part(mark=scale.mark, keep=scale.keep),
-            Part(kept_at=FINITE, mark=carried.begin_update, keep=carried.end_update, put_back=carried.roll_back),
+            Part(
+                kept_at=FINITE,
+                mark=carried.begin_update,
+                keep=carried.end_update,
+                put_back=carried.roll_back,
+                may_repeat=True,
+            ),
             self.buffers.part(),
             # What something else than an update has left in `.grad` is dropped at the mark.
             Part(kept_at=cleared_at, mark=gradients.clear_stale, keep=gradients.clear),
-            Part(kept_at=_ENDED_ITSELF, put_back=self._drop_leftovers),
+            Part(kept_at=_ENDED_ITSELF, put_back=self._drop_leftovers, may_repeat=True),
         ]
         if type(passes.loss_scaling) is NoLossScaling:
             del parts[1]
         if passes.seeding is not None:
-            parts.append(Part(keep=passes.seeding.end))
+            parts.append(Part(keep=passes.seeding.end, may_repeat=True))
         elif search.may_mark:
             mark = search.draws.mark if search.marks_each else search.mark
-            parts.append(Part(kept_at=COUNTED, mark=mark, put_back=search.draws.put_back))
+            parts.append(Part(kept_at=COUNTED, mark=mark, put_back=search.draws.put_back, may_repeat=True))
         return parts
 
     def _drop_leftovers(self) -> None:
@@ -106,7 +112,8 @@ class Buffers:
 
     def part(self) -> Part:
         """The part for each update; another one where `are_marked` has changed."""
-        return Part(kept_at=FINITE, mark=self._rollback.mark if self.are_marked else None, put_back=self._put_back)
+        mark = self._rollback.mark if self.are_marked else None
+        return Part(kept_at=FINITE, mark=mark, put_back=self._put_back, may_repeat=True)
 
     def _put_back(self) -> None:
         """Puts them back, or notes that they cannot be, if they have changed since there is a trainer."""
