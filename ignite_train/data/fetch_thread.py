@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ignite_train.data.held import Held
+from ignite_train.model.in_full import in_full
 from ignite_train.model.random_state import NUMPY, PYTHON, RandomState
 
 __all__ = ["FetchThread"]
@@ -47,10 +48,13 @@ class FetchThread(Iterator[Any]):
         name: what draws if something does, for the message.
     """
 
+    _pid = 0  # of the process in which it was made; of none until all of it is there, since Ctrl-C may come in between
+
     def __init__(self, source: Iterator[Any], *, ahead: int, name: str) -> None:
-        self._shared, self._name, self._pid = _ReadAhead(source, ahead), name, os.getpid()
+        self._shared, self._name = _ReadAhead(source, ahead), name
         self._thread: threading.Thread | None = None
         self._is_fresh = True
+        self._pid = os.getpid()
 
     def __next__(self) -> Any:
         if os.getpid() != self._pid:
@@ -106,7 +110,7 @@ class FetchThread(Iterator[Any]):
         try:
             self._refuse_draws(before)
         except ValueError:
-            before.restore()
+            in_full(before.restore)
             raise
         self._is_fresh = False
         self._shared.first.add(element)
@@ -115,8 +119,9 @@ class FetchThread(Iterator[Any]):
         return element
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=_as_here(self._shared.run), name=type(self).__name__, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=_as_here(self._shared.run), name=type(self).__name__, daemon=True)
+        thread.start()
+        self._thread = thread  # now: one that Ctrl-C has kept from starting cannot be waited for
 
     def _refuse_draws(self, before: RandomState) -> None:
         if drawn := before.moved():
