@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor
 from torch._inductor.output_code import CompiledFxGraph
 
 import compiling
+from control_c import at_each_place, unlike
+from ignite_train.fast import direct_graph
 from ignite_train.fast.direct_graph import inductor
 
 pytestmark = [*compiling.ALONE, pytest.mark.slow]
@@ -65,6 +68,24 @@ def test_the_second_call_goes_past_the_layers(through_layers):
             assert torch.is_grad_enabled()
             moved = [one._version > version for one, version in zip((*ours, *theirs), before, strict=True)]
             assert moved == [True, True, False] * 2
+
+
+def test_control_c_leaves_gradients_on_and_the_class_of_graphs_alone():
+    """In the first call, which is watched, and in the second one, which is direct."""
+    ordinary = CompiledFxGraph.__call__
+
+    def run(pressing: Callable[[], Any]) -> Any:
+        torch.compiler.reset()
+        direct = compiled(lambda x: x * 2)
+        with suppress(KeyboardInterrupt), pressing():
+            direct(torch.ones(3))
+            direct(torch.ones(3))
+        found = torch.is_grad_enabled(), CompiledFxGraph.__call__ is ordinary
+        torch.set_grad_enabled(True)
+        CompiledFxGraph.__call__ = ordinary
+        return found
+
+    assert unlike(at_each_place(run, direct_graph.direct_graph, direct_graph._watched)) == []
 
 
 @pytest.mark.parametrize("name", ["returns-a-view", "under-autocast", "while-profiling", "of-inference-mode"])

@@ -100,9 +100,9 @@ def check(trainer: Trainer, model: nn.Module, end: End) -> None:
 class Noting:
     """Notes how it is ended, and may raise there."""
 
-    def __init__(self, kept_at: frozenset[End], error: BaseException | None = None) -> None:
+    def __init__(self, kept_at: frozenset[End], error: BaseException | None = None, *, may_repeat: bool = False) -> None:
         self.kept_at, self.error, self.ends = kept_at, error, list[Any]()
-        self.ending = Ending()
+        self.ending, self.may_repeat = Ending(), may_repeat
 
     def part(self) -> Part:
         return Part(
@@ -110,6 +110,7 @@ class Noting:
             mark=lambda: self.ends.append("mark"),
             keep=lambda: self._end("keep"),
             put_back=lambda: self._end("put back"),
+            may_repeat=self.may_repeat,
         )
 
     def _end(self, how: str) -> None:
@@ -139,6 +140,17 @@ def test_a_part_that_raises_does_not_hold_the_others_up(closes: bool) -> None:
     assert isinstance(caught.value.__context__, KeyboardInterrupt)
     ending = (End.STEPPED, True) if closes else (End.BROKEN_BEFORE, False)
     assert [part.ends for part in parts] == [["mark", (how, *ending)] for how in ("keep", "put back", "keep")]
+
+
+def test_parts_that_may_be_ended_twice_are_ended_again() -> None:
+    """Where Ctrl-C comes while the update is closed, the first of them may not have begun."""
+    everywhere = frozenset(End)
+    parts = [Noting(everywhere, may_repeat=True), Noting(everywhere, KeyboardInterrupt()), Noting(everywhere, may_repeat=True)]
+    journal = Journal(StepWatch(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)))
+    journal.choose([part.part() for part in parts])
+    with pytest.raises(KeyboardInterrupt), journal as opened:
+        opened.close(End.STEPPED, applied=True)
+    assert [len(part.ends) for part in parts] == [3, 2, 3]
 
 
 def test_an_update_that_has_moved_does_not_end_as_a_skip() -> None:
