@@ -33,8 +33,8 @@ class LogFile(RecordingHandler, ABC):
     `_update_of` and `_add`.
 
     A line is with the operating system as soon as it is written. A run that resumes removes the lines that were written after
-    its checkpoint, and a last line without an end, and continues: each line is there once. Lines that cannot be read stay: a
-    note by hand, say, or a damaged one. A run that starts from the beginning renames the file of an earlier one to `*.old.1`,
+    its checkpoint, and a last line without an end, and continues: each line is there once. Lines without an update stay: a note
+    by hand, say, or a damaged one. A run that starts from the beginning renames the file of an earlier one to `*.old.1`,
     the next to `*.old.2`, and so on. If the file is removed or replaced during the run, the next save, or the end of the run,
     warns of that and begins a new one at the path, or adds to the one that is there.
 
@@ -137,9 +137,9 @@ class LogFile(RecordingHandler, ABC):
             if begin == 0 and self._has_lines():
                 self._set_aside()
             self._latest, self._lines = begin, sys.maxsize if begin else 0
-        with self.path.open("a+b") as file:  # buffered: many lines for each call of the system
+        self.path.touch()
+        with self.path.open("r+b") as file:  # buffered: many lines for each call of the system
             if self._left is None or _identity(os.fstat(file.fileno())) != self._left:
-                file.seek(0)
                 self._cut(file)
         self._is_known = self._is_cut = True
         return self.path.open("ab", buffering=0)
@@ -169,24 +169,10 @@ class LogFile(RecordingHandler, ABC):
                 behind.append(line)
             else:
                 end += len(line)
-        if behind:
-            file.seek(0)
-            self._rewrite(file.read(end) + b"".join(behind))
-        else:
-            file.truncate(end)
+        file.seek(end)
+        file.writelines(behind)  # a kill before the next line leaves too much, which the next start removes
+        file.truncate()
         self._lines = min(self._lines, of_latest)
-
-    def _rewrite(self, content: bytes) -> None:
-        """Puts a file with this content in the place of the present one: at once, or not at all."""
-        unfinished = self.path.with_name(f".{self.path.name}.unfinished")
-        try:
-            with unfinished.open("wb", buffering=0) as file:
-                _write_whole(file, content)
-                os.fsync(file.fileno())
-            unfinished.replace(self.path)
-        finally:
-            with suppress(OSError):
-                unfinished.unlink(missing_ok=True)
 
 
 class JsonLines(LogFile):
@@ -269,7 +255,15 @@ class Csv(LogFile):
         columns = [*self._columns, *(name for name in names if name not in known)]
         with self.path.open("rb") as narrow:
             lines = [self._widened(line, columns) for line in narrow]
-        self._rewrite(b"".join(lines if self._columns else [_row(columns)]))
+        unfinished = self.path.with_name(f".{self.path.name}.unfinished")
+        try:
+            with unfinished.open("wb", buffering=0) as wider:
+                _write_whole(wider, b"".join(lines if self._columns else [_row(columns)]))
+                os.fsync(wider.fileno())
+            unfinished.replace(self.path)  # at once, or not at all
+        finally:
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
         file.close()
         self._columns = columns
         return self.path.open("ab", buffering=0)
@@ -295,13 +289,13 @@ def _write_whole(file: BinaryIO, data: bytes) -> None:
 def _cells(line: bytes) -> list[str]:
     """The fields of a line; none where it cannot be read. Bytes that are no letters come back from `_row`."""
     with suppress(csv.Error):
-        return next(csv.reader([line.decode(errors="surrogateescape")], strict=True))
+        return next(csv.reader([line.decode("utf-8-sig", errors="surrogateescape")], strict=True))
     return []
 
 
 def _first_number(fields: list[str]) -> int | None:
-    with suppress(ValueError, IndexError):
-        return int(fields[0])
+    with suppress(ValueError, IndexError, OverflowError):
+        return int(float(fields[0]))  # other programs write whole numbers with a point
     return None
 
 

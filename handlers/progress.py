@@ -267,12 +267,13 @@ class ProgressLog(Handler):
                 )
 
     def _write(self, line: str) -> None:
-        # Also without the lock a bar of the script stays below the line. To make the lock fixes how multiprocessing starts.
-        write = partial(tqdm.write, nolock=self._bar is None)
+        # A bar of the script stays below the line. Where it has shown none, tqdm has no lock; to make one would fix how
+        # multiprocessing starts. In one piece, since lines of several threads may come at once.
+        write = partial(tqdm.write, end="", nolock=not hasattr(tqdm, "_lock"))
         try:
-            write(line)
+            write(f"{line}\n")
         except UnicodeEncodeError:  # the output takes fewer letters
-            write(line.encode("ascii", "backslashreplace").decode())
+            write(f"{line}\n".encode("ascii", "backslashreplace").decode())
         if hasattr(sys.stdout, "flush"):  # not of None, where there is no output, or an object of a script's own
             sys.stdout.flush()  # a log file, too, is read while the run continues
 

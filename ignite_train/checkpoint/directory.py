@@ -277,8 +277,8 @@ class CheckpointDirectory:
         while (name := checkpoint_name(manifest.update, copy)) in taken:
             copy += 1
         self._check_lock()
+        self._manifests[name] = manifest  # before it is there: an error afterwards does not make it another run's
         self._put_in_place([directory / one for one in written if is_frozen_name(one)], directory, name)
-        self._manifests[name] = manifest
         return name
 
     def adopt(self, unfinished: str, name: str) -> None:

@@ -113,7 +113,7 @@ def readable(directory: str | Path) -> list[Found]:
 def pass_over(error: DamagedCheckpointError) -> None:
     """Warns that a checkpoint is not used, unless its run has removed it meanwhile."""
     if not is_removed(error.path):
-        _logger.warning(f"{error}; others in its directory are used")
+        _logger.warning(f"{error}; it is passed over")
 
 
 def is_removed(path: str | Path) -> bool:

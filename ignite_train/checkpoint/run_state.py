@@ -64,10 +64,9 @@ class RunState:
         self._trainer, self._run = run.trainer, run
         everything, of_all = run.objects(), reader.names(0)
         added = [name for name in everything.handlers() if name in everything.shared and name not in of_all]
-        # Older checkpoints lack some optimizers inside others, which may have given the state of these as their own.
-        inner = {name: entry.outer for name, entry in everything.each_optimizer.items() if entry.outer and name not in of_all}
-        added += [name for name, outer in inner.items() if type(outer).state_dict is Optimizer.state_dict]
-        self._objects = everything.without([*added, *inner])
+        # Older checkpoints lack optimizers in a list of another one.
+        added += [name for name, entry in everything.each_optimizer.items() if entry.outer and name not in of_all]
+        self._objects = everything.without(added)
         rank, world_size = collectives.rank(), reader.manifest.world_size
         self._is_new = rank >= world_size
         source = 0 if self._is_new else rank

@@ -136,8 +136,7 @@ class SavedRun:
                 listed.add(id(entry))
                 is_shared = name in of_all_ranks or (isinstance(entry, Attachable) and entry.same_on_all_ranks)
                 (shared if is_shared else own)[name] = entry
-        stepped = {id(part) for trainer in self.each_trainer for part in trainer.parts.values()}
-        shared = {name: _saved(entry) for name, entry in _with_inner(shared, stepped).items()}
+        shared = {name: _saved(entry) for name, entry in _with_inner(shared, listed).items()}
         objects = RunObjects(shared, own, self.trainer, self.trainers)
         self.left_out = {name for name in objects.handlers() if name.partition("/")[2] in self.leave_out}
         return objects.without(self.left_out)
@@ -242,11 +241,14 @@ def _with_inner(objects: Mapping[str, Any], met: set[int]) -> dict[str, Any]:
 
 
 def _add_inner(parts: dict[str, Any], met: set[int], prefix: str, owner: Optimizer) -> None:
-    for name, one in inner_optimizers(owner).items():
+    # One that gives a state of its own form gives that of those in its lists too, of which torch's knows nothing.
+    is_torchs = type(owner).state_dict is Optimizer.state_dict
+    for name, one in inner_optimizers(owner, in_containers=is_torchs).items():
         if id(one) not in met:
             met.add(id(one))
             parts[f"{prefix}.{name}"] = SavedOptimizer(one, outer=owner)
-            _add_inner(parts, met, f"{prefix}.{name}", one)
+            if not isinstance(one, GathersState):
+                _add_inner(parts, met, f"{prefix}.{name}", one)
 
 
 def _saved(entry: Any) -> Stateful:

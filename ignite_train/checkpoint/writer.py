@@ -179,9 +179,15 @@ class CheckpointWriter:
     def resume_from(self, path: Path) -> None:
         """Notes that the run resumes from a checkpoint that every rank has read whole."""
         self.latest, self._is_taken_over = path, True
-        if path.parent == self.directory.path and collectives.is_main_rank():
-            self.directory.scan()
-            self._known_serial = self.directory.newest_serial
+
+    def know_directory(self) -> None:
+        """Notes that the run continues what is in its directory now. Collective.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        on_main(collectives.gather_objects, "looking for checkpoints", self.directory.scan)
+        self._known_serial = self.directory.newest_serial
 
     def refuse_unread(self, update: int) -> None:
         """Refuses to save beside later checkpoints that this run has neither written nor read, and would remove. Collective.
@@ -195,14 +201,21 @@ class CheckpointWriter:
         if name := on_main(collectives.gather_objects, "looking for checkpoints", self._newest_of_others):
             raise CheckpointError(
                 f"a trainer must not save where later checkpoints are that it has neither written nor read, got {name} in "
-                f"{self.directory.path} and a trainer at update {update}; pass resume='must' to go back to that checkpoint "
-                "now, or choose another directory; a new trainer resumes from it if Checkpoint is attached before the first run"
+                f"{self.directory.path} and a trainer at update {update}; pass resume='must' to run, which goes back to that "
+                "checkpoint, or choose another directory; a new trainer resumes from it in its first run, if Checkpoint is "
+                "attached before"
             )
 
     def _newest_of_others(self) -> str:
         """The newest checkpoint in the directory, if this run does not know it; for rank 0."""
-        found, failed = self.directory.scan(afresh=True)
-        refuse_unreadable(failed)
+        try:
+            found, failed = self.directory.scan()
+        except OSError:
+            if self._known_serial:  # it has saved there, and a save to come tells what is wrong
+                return ""
+            raise
+        if not self._known_serial:
+            refuse_unreadable(failed)
         damaged = [] if self._known_serial else [Path(one.path).name for one in failed]
         later = [name for name, manifest in found if manifest.serial > self._known_serial]
         return ([*damaged, *later] or [""])[-1]
@@ -318,7 +331,7 @@ class CheckpointWriter:
         """Writes one checkpoint. The next save waits until `durable` is set, and not until older ones are removed."""
 
         def note_durable(path: Path) -> None:
-            self.latest, self._known_serial = path, self.directory.newest_serial
+            self.latest = path
             if self.mirror is None:
                 durable.set()
 
@@ -335,6 +348,7 @@ class CheckpointWriter:
         except BaseException as error:
             self._error = error
         finally:
+            self._known_serial = self.directory.newest_serial  # also of one that is there, although the save has failed
             if not self._is_held:
                 self._release()
             durable.set()

@@ -62,6 +62,7 @@ class RecordingHandler(Handler):
         self.begin: int | None = None
         self._failures = 0
         self.left_out: set[str] = set()
+        self._is_complete = False  # the run has come to its end, and all of it is written
         self._held: dict[str, dict[str, float]] = {}  # of evaluations before the run, by tag
 
     def rows_at_end(self) -> list[tuple[str, str]]:
@@ -137,12 +138,13 @@ class RecordingHandler(Handler):
 
     def check_file(self) -> None:
         """Warns if the open file is not at its path any more, and then lets the next numbers go into one that is."""
-        opened = self.open_file()
-        if opened is None:
+        if self._is_complete or (found := self.open_file()) is None:  # the script may move it once its last line is there
             return
-        path, descriptor = opened
+        path, descriptor = found
         try:
-            if os.path.samestat(path.stat(), os.fstat(descriptor)):
+            there, opened = path.stat(), os.fstat(descriptor)
+            # Some network file systems give one file several numbers; then only its size tells.
+            if opened.st_nlink and (os.path.samestat(there, opened) or there.st_size == opened.st_size):
                 return
             reason = "another file is there"
         except OSError as error:
@@ -209,9 +211,11 @@ class RecordingHandler(Handler):
         self.check_file()
         if trainer.state.iteration != self.written:
             self(trainer)
+        self._is_complete = True
 
     def _end_run(self) -> None:
-        self.check_file()  # also where the run did not come to its end
+        self.check_file()
+        self._is_complete = False
         self.finish()
 
 

@@ -76,12 +76,13 @@ class Optimizers:
         raise IndexError(group)
 
 
-def inner_optimizers(optimizer: Optimizer, *, with_own_state: bool = True) -> dict[str, Optimizer]:
+def inner_optimizers(optimizer: Optimizer, *, with_own_state: bool = True, in_containers: bool = True) -> dict[str, Optimizer]:
     """The optimizers in the attributes of another one, also in lists, tuples and dictionaries there.
 
     Args:
         optimizer: the one outside.
         with_own_state: leave out those that share its state.
+        in_containers: look into lists, tuples and dictionaries.
 
     Returns:
         Them by the names of the attributes, each followed by "-0", "-1" and so on, the places in a list or a dictionary.
@@ -89,7 +90,7 @@ def inner_optimizers(optimizer: Optimizer, *, with_own_state: bool = True) -> di
     found, seen = dict[str, Optimizer](), {id(optimizer)}
     waiting = [(name, value) for name, value in vars(optimizer).items() if name not in _NOT_INSIDE]
     for name, one in waiting:  # grows
-        if id(one) not in seen and isinstance(one, (Optimizer, *_CONTAINERS)):
+        if id(one) not in seen and isinstance(one, (Optimizer, *_CONTAINERS) if in_containers else Optimizer):
             seen.add(id(one))
             if not isinstance(one, Optimizer):
                 entries = one.values() if isinstance(one, dict) else one

@@ -51,7 +51,7 @@ class HandlerGuard:
     """
 
     def __init__(self, gradients: Gradients, optimizer: Optimizer | Optimizers, *, keeps_graph: bool) -> None:
-        self._gradients, self._optimizer, self._keeps_graph = gradients, optimizer, keeps_graph
+        self._gradients, self._optimizers, self._keeps_graph = gradients, each_optimizer(optimizer), keeps_graph
         self.num_updates, self.is_watching, self.has_other_handlers = 0, False, False
         self._has_warned = False
 
@@ -79,7 +79,7 @@ class HandlerGuard:
                 )
 
         try:
-            for one in each_optimizer(self._optimizer):
+            for one in self._optimizers:
                 handles.append(one.register_step_pre_hook(refuse))
             yield
         finally:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import inspect
 import logging
+import os
 import pickle
 import random
 import re
@@ -40,6 +42,8 @@ from ignite_train import (
     create_trainer,
 )
 from ignite_train.checkpoint import average_checkpoints, latest, load_weights, read_checkpoint
+from ignite_train.checkpoint.directory import CheckpointDirectory
+from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.read_checkpoint import find
 from ignite_train.handlers import (
     Checkpoint,
@@ -459,7 +463,7 @@ def test_a_trainer_that_has_trained_saves_beside_no_other_run(resume: str, tmp_p
     trainer, _ = make()
     trainer.update(LOADER[:1])
     Checkpoint(tmp_path / "a").attach(trainer)
-    message = r"got update-0*6\S* in .*a and a trainer at update 1; .*'must'.*before the first run"
+    message = r"got update-0*6\S* in .*a and a trainer at update 1; .*'must'.*in its first run"
     with pytest.raises(CheckpointError, match=message):
         trainer.run(LOADER, max_iters=9, resume=resume)
     assert trainer.state.iteration == 1
@@ -491,6 +495,67 @@ def test_a_trainer_does_not_remove_what_another_one_has_saved_since(tmp_path: Pa
     its_saver.save()
     first.run(LOADER, max_iters=7)
     assert first.state.iteration == 7
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "an error"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+def test_a_save_that_fails_when_its_checkpoint_is_there_is_still_of_this_run(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the disk cannot tell that the new name is written down: no other trainer has made it."""
+    trainer, _ = make()
+    saver = Checkpoint(tmp_path, every=9)
+    saver.attach(trainer)
+    trainer.run(LOADER, max_iters=2)
+    put_in_place = CheckpointDirectory._put_in_place
+
+    def fail(*arguments: Any) -> None:
+        put_in_place(*arguments)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointDirectory, "_put_in_place", fail)
+        with pytest.raises((CheckpointError, KeyboardInterrupt)):
+            saver.save()
+    saver.save()
+    trainer.run(LOADER, max_iters=5)
+    assert trainer.state.iteration == 5
+
+
+@pytest.mark.parametrize("name", ["link", "real/../real"])
+def test_a_run_that_resumes_by_another_name_of_its_directory_continues(name: str, tmp_path: Path) -> None:
+    """What it has read is its own, whichever way the directory is named."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for epochs in (1, 2):
+        trainer, _ = make()
+        saver = Checkpoint(tmp_path / name, every=1, keep=9)
+        saver.attach(trainer)
+        found = sorted((tmp_path / "real").glob("update-*"))
+        trainer.run(LOADER, max_epochs=1, resume=found[-1] if found else "auto")
+        saver.save()
+        trainer.run(LOADER, max_epochs=epochs)
+        assert trainer.state.epoch == epochs
+
+
+def test_a_directory_that_cannot_be_looked_into_is_told_by_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run that has saved there continues, if errors are warned of."""
+    trainer, _ = make()
+    Checkpoint(tmp_path, every=1, keep=9, on_error="warn").attach(trainer)
+    trainer.run(LOADER, max_iters=2)
+    names_of, stale = Disk.names, [True]
+
+    def look(disk: Disk, path: Any) -> list[str]:
+        if stale and path == tmp_path:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return names_of(disk, path)
+
+    monkeypatch.setattr(Disk, "names", look)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=4), stale.clear)
+    trainer.run(LOADER, max_iters=5)
+    assert "training continues" in caplog.text
+    assert names(tmp_path)[-1].startswith("5")
 
 
 def test_a_trainer_that_goes_back_continues_from_there(tmp_path: Path) -> None:

@@ -456,7 +456,7 @@ def test_where_one_is_chosen_a_warning_names_those_that_are_damaged(whole, tmp_p
     altered(directory / NEW / "manifest.json", flip(20))
     ask(directory)
     assert f"{NEW} is damaged: " in caplog.text
-    assert "; others in its directory are used" in caplog.text
+    assert "; it is passed over" in caplog.text
 
 
 @pytest.mark.slow

@@ -197,6 +197,50 @@ class Combined(SharingTwice):
         self._share()
 
 
+class Thawed(Combined):
+    """Gives and takes the whole state in torch's form, and passes a group that is added on."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.innermost = []
+        Optimizer.__init__(self, parameters, {"lr": 0.05})
+        self.innermost = [torch.optim.Adam(parameters, lr=0.05)]
+
+    def add_param_group(self, group: Any) -> None:
+        super().add_param_group(group)
+        for one in self.innermost:
+            one.add_param_group({"params": self.param_groups[-1]["params"]})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**Optimizer.state_dict(self), "state": self.innermost[0].state_dict()["state"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        Optimizer.load_state_dict(self, {**state, "state": {}})
+        (inner,) = self.innermost
+        inner.load_state_dict({"state": state["state"], "param_groups": inner.state_dict()["param_groups"]})
+
+
+def test_one_that_gives_the_state_of_those_in_its_list_gets_a_group_in_the_run(tmp_path: Path) -> None:
+    """Those in the list need not be saved then; and a handler that adds the group adds it to them too."""
+
+    def run(directory: Path, *limits: int) -> Any:
+        for limit in limits:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+            model[0].requires_grad_(False)
+            optimizer = Thawed([*model[1].parameters()])
+            trainer = create_trainer(model, optimizer, forward)
+            trainer.add_event_handler(Events.EPOCH_STARTED(once=2), partial(thaw, model[0], optimizer))
+            Checkpoint(directory, every=1).attach(trainer)
+            trainer.run(LOADER, max_iters=limit)
+        return bit_by_bit(model.state_dict())
+
+    def thaw(layer: nn.Module, optimizer: Optimizer) -> None:
+        layer.requires_grad_(True)
+        optimizer.add_param_group({"params": [*layer.parameters()]})
+
+    assert run(tmp_path / "parts", 6, 9) == run(tmp_path / "whole", 9)
+
+
 @pytest.mark.parametrize("kind", [SharingEachGroup, Sharing, OwnForm, SharingTwice, Combined])
 def test_a_schedule_reaches_the_optimizer_inside_after_resuming(kind: Any, tmp_path: Path) -> None:
     """It sets the rates in the groups of the outer optimizer, and the inner one shares these groups."""
@@ -223,7 +267,7 @@ def test_a_checkpoint_without_what_is_in_a_list(
 ) -> None:
     """Checkpoints had no optimizers in lists before: they are enough where the outer one gives the state of these."""
     with monkeypatch.context() as before:
-        before.setattr(saved_run, "inner_optimizers", lambda _: {})
+        before.setattr(saved_run, "inner_optimizers", lambda _, **_options: {})
         train(tmp_path / "parts", [3], kind, several=False)
     whole, parts = train(tmp_path / "whole", [7], kind, several=False), train(tmp_path / "parts", [7], kind, several=False)
     told = "no state for it: optimizer.parts-0, optimizer.parts-2, optimizer.parts-1-0" in caplog.text

@@ -108,22 +108,20 @@ def test_a_wrong_update_costs_its_own_line_and_no_other(tmp_path: Path, kind: st
 
 
 @kinds
-def test_a_rewritten_log_is_put_in_place_whole(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that fails while lines behind those that go are written again has cost none, and leaves no other file."""
+def test_a_resumed_run_cuts_a_log_where_it_is(tmp_path: Path, kind: str) -> None:
+    """A link stays one, and the file keeps its mode; a note behind what goes is kept."""
     lines = broken_off(tmp_path, kind)
-    content = b"".join([*lines[:-1], NOTE, lines[-1]])
-    trainer, log = make(tmp_path, kind)
-    log.path.write_bytes(content)
-    write = module._write_whole
-
-    def fail(file: Any, data: bytes) -> None:
-        write(file, data[: len(data) // 2])
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(module, "_write_whole", fail)
-    trainer.run(DATA, max_iters=5)
-    assert log.path.read_bytes() == content
-    assert {path.name for path in tmp_path.iterdir()} == {"log", "checkpoints"}
+    elsewhere = tmp_path / "checkpoints" / "target"
+    (tmp_path / "log").rename(elsewhere)
+    (tmp_path / "log").symlink_to(elsewhere)
+    elsewhere.chmod(0o640)
+    before = elsewhere.stat()
+    found = resumed(tmp_path, kind, [*lines[:-1], NOTE, lines[-1], NOTE])
+    assert found[: len(lines)] == [*lines[:-2], NOTE, NOTE]
+    assert [update_of(line) for line in found[len(lines) :]] == [5, 6, 7, 8]
+    after = elsewhere.stat()
+    assert (tmp_path / "log").is_symlink()
+    assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
 
 
 @kinds

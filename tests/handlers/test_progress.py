@@ -1111,3 +1111,12 @@ def test_a_script_may_have_an_output_that_takes_ascii_or_can_only_be_written_to(
     monkeypatch.setattr(sys, "stdout", ascii_only)
     ProgressLog("simple")._print("2 \u00d7 3")
     assert ascii_only.buffer.getvalue().decode("ascii").endswith("2 \\xd7 3\n")  # type: ignore[attr-defined]
+
+
+def test_a_line_is_written_under_the_lock_of_bars_that_a_script_has_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar that another thread opens meanwhile would disturb it. Each line is one piece, as those of several threads are."""
+    calls = list[tuple[str, dict[str, Any]]]()
+    monkeypatch.setattr("ignite_train.handlers.progress.tqdm.write", lambda text, **given: calls.append((text, given)))
+    with tqdm(total=1, file=io.StringIO()):
+        ProgressLog("simple")._print("a line")
+    assert calls == [("a line\n", {"end": "", "nolock": False})]

@@ -213,3 +213,25 @@ def test_a_log_that_stays_is_not_warned_of(tmp_path: Path, kind: str, caplog: py
     trainer.run(DATA, max_epochs=2)
     assert warnings_in(caplog) == []
     assert updates(log.place) == [*range(1, 13)]
+
+
+@files
+def test_a_script_may_move_its_logs_when_the_run_is_over(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing comes after the last line, which is in the file that was moved."""
+    trainer, log = make(tmp_path, kind)
+    trainer.add_event_handler(Events.COMPLETED, lambda: log.path.rename(tmp_path / "moved"))
+    trainer.run(DATA, max_epochs=1)
+    assert warnings_in(caplog) == []
+    assert updates(tmp_path / "moved") == [*range(1, 7)]
+
+
+@kinds
+def test_a_file_system_may_give_one_file_several_numbers(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As some that are mounted over a network: the size tells that it is the same file."""
+    monkeypatch.setattr("os.path.samestat", lambda one, other: False)
+    trainer, log = make(tmp_path, kind)
+    trainer.run(DATA, max_epochs=2)
+    assert warnings_in(caplog) == []
+    assert updates(log.path if isinstance(log, LogFile) else log.log_dir) == [*range(1, 13)]
