@@ -43,7 +43,8 @@ class StopOnSignal(Handler):
     status `128 + signal`. A second signal, two seconds or more after the first, ends the process at once.
 
     Signal handlers are installed when a run begins, before STARTED. The earlier ones are put back when the run is over,
-    also after an exception, and in processes that are forked meanwhile. If several trainers are running, as for a GAN, a
+    also after an exception, and in processes that are forked meanwhile. A handler that something else installs in between has
+    the signal for itself, and stays. If several trainers are running, as for a GAN, a
     signal asks each trainer with a StopOnSignal of its own to stop.
 
     Python handles signals in the main thread only. Where `run` is called in another one, as Ray Train does, this handler warns
@@ -136,7 +137,8 @@ class StopOnSignal(Handler):
     def _restore(self) -> None:
         """Puts the earlier handlers back, in this process or in a fork of it."""
         for number, previous in self._previous.items():
-            signal.signal(number, previous)
+            if signal.getsignal(number) is _receive:  # else something has taken it over during the run
+                signal.signal(number, previous)
         if self._watch is not None:
             signal.set_wakeup_fd(self._watch.previous_fd)
         if self in _listening:
@@ -171,7 +173,7 @@ class _Watch(threading.Thread):
         """Waits for signals, and then for the end of the run."""
         with self._reader:
             while (number := self._next()) != _OVER:
-                if number in self._signals:
+                if number in self._signals and signal.getsignal(number) is _receive:
                     self._hear(signal.Signals(number))
                 elif self.previous_fd != -1:
                     with suppress(OSError):

@@ -14,6 +14,7 @@ from typing import Any
 
 import ignite.distributed as idist
 import pytest
+import torch
 from ignite.engine import Events
 
 import cuts
@@ -413,3 +414,26 @@ def test_torchrun_starts_a_job_again_whose_rank_was_killed(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "died").exists()
     assert [(tmp_path / f"ended.{rank}").read_text() for rank in (0, 1)] == ["4 1", "4 1"]
+
+
+def test_a_handler_that_is_installed_during_the_run_has_the_signal_for_itself(caplog: pytest.LogCaptureFixture) -> None:
+    """The run neither says that it ends nor is ended when the time for that is over; the handler stays after the run."""
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = ignite_train.create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
+    stop, received = StopOnSignal([signal.SIGUSR1], grace_seconds=0.2), list[int]()
+    stop.attach(trainer)
+
+    def take_over(number: int, _frame: Any) -> None:
+        received.append(number)
+
+    trainer.add_event_handler(Events.STARTED, lambda: signal.signal(signal.SIGUSR1, take_over))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: signal.raise_signal(signal.SIGUSR1))
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        trainer.run([torch.ones(2, 3)] * 4)
+        assert signal.getsignal(signal.SIGUSR1) is take_over
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (trainer.state.iteration, received, stop.received) == (4, [signal.SIGUSR1], None)
+    assert "SIGUSR1" not in caplog.text
