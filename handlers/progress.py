@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import multiprocessing
 import os
 import sys
 import time
@@ -267,9 +268,9 @@ class ProgressLog(Handler):
                 )
 
     def _write(self, line: str) -> None:
-        # A bar of the script stays below the line. Where it has shown none, tqdm has no lock; to make one would fix how
-        # multiprocessing starts. In one piece, since lines of several threads may come at once.
-        write = partial(tqdm.write, end="", nolock=not hasattr(tqdm, "_lock"))
+        # A bar of the script stays below the line. Where there was none, to make tqdm's lock would fix how multiprocessing
+        # starts, as the first bar does. In one piece, since lines of several threads may come at once.
+        write = partial(tqdm.write, end="", nolock=multiprocessing.get_start_method(allow_none=True) is None)
         try:
             write(f"{line}\n")
         except UnicodeEncodeError:  # the output takes fewer letters
