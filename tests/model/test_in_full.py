@@ -45,6 +45,7 @@ from ignite_train.update.closure_step import _Before
 from ignite_train.update.forward_backward import ForwardBackward
 from ignite_train.update.stepper import OneStepper
 from schedule_free import ScheduleFreeSGD
+from tiers import accelerated
 
 DATA = [torch.arange(6.0).view(3, 2) + number for number in range(2)]
 
@@ -433,7 +434,7 @@ CASES = (
     with_writable_buffers,
     as_a_loader_is_opened,
     without_a_kernel,
-    with_numbers_for_a_kernel,
+    pytest.param(with_numbers_for_a_kernel, marks=accelerated),
     without_gradients_and_hooks,
     without_the_buffers_of_ddp,
     without_reductions,
