@@ -28,6 +28,7 @@ _STDERR = 2
 _SAME_REQUEST_SECONDS = 2.0  # the scheduler and the launcher may both send it, and the machine may be slow
 _PATIENCE_SECONDS = 2.0  # for the thread to end
 _OVER = 0  # no signal has this number
+_TOLD = 0x80  # more than the number of any signal
 _SIGNALS = tuple(number for number in signal.Signals if number.name in ("SIGTERM", "SIGUSR1"))
 
 
@@ -43,9 +44,9 @@ class StopOnSignal(Handler):
     status `128 + signal`. A second signal, two seconds or more after the first, ends the process at once.
 
     Signal handlers are installed when a run begins, before STARTED. The earlier ones are put back when the run is over,
-    also after an exception, and in processes that are forked meanwhile. A handler that something else installs in between has
-    the signal for itself, and stays. If several trainers are running, as for a GAN, a
-    signal asks each trainer with a StopOnSignal of its own to stop.
+    also after an exception, and in processes that are forked meanwhile. A handler that something else installs in between
+    stays, and has the signal for itself, unless it calls the one that was there. If several trainers are running, as for a GAN,
+    a signal asks each trainer with a StopOnSignal of its own to stop.
 
     Python handles signals in the main thread only. Where `run` is called in another one, as Ray Train does, this handler warns
     once that it listens to nothing, and the run continues. Such an engine ends its processes itself; a `Checkpoint` resumes.
@@ -162,6 +163,11 @@ class _Watch(threading.Thread):
         self.previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self.start()
 
+    def tell(self, number: int) -> None:
+        """A signal has come to `_receive`, maybe by way of a handler that something else has installed since."""
+        with suppress(OSError):  # the thread has ended
+            self._writer.send(bytes([number | _TOLD]))
+
     def end(self) -> None:
         """Ends the thread, if it has begun. The file descriptor is no longer written to."""
         self._writer.send(bytes([_OVER]))
@@ -173,7 +179,10 @@ class _Watch(threading.Thread):
         """Waits for signals, and then for the end of the run."""
         with self._reader:
             while (number := self._next()) != _OVER:
-                if number in self._signals and signal.getsignal(number) is _receive:
+                if number & _TOLD:
+                    if self._first is None:
+                        self._hear(signal.Signals(number ^ _TOLD))
+                elif number in self._signals and signal.getsignal(number) is _receive:
                     self._hear(signal.Signals(number))
                 elif self.previous_fd != -1:
                     with suppress(OSError):
@@ -224,6 +233,7 @@ def _receive(number: int, _frame: FrameType | None) -> None:
         if number in handler._requests and handler._watch is not None:
             handler.received = handler.received or signal.Signals(number)
             handler._watch.trainer.requests.stop = True
+            handler._watch.tell(number)
 
 
 def _forget_in_child() -> None:

@@ -331,7 +331,7 @@ class CheckpointWriter:
         """Writes one checkpoint. The next save waits until `durable` is set, and not until older ones are removed."""
 
         def note_durable(path: Path) -> None:
-            self.latest = path
+            self.latest, self._known_serial = path, self.directory.newest_serial
             if self.mirror is None:
                 durable.set()
 

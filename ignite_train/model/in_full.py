@@ -18,7 +18,7 @@ def in_full(put_back: Callable[[], object]) -> None:
         put_back: may be called twice, and may have come to any place in it the first time.
 
     Raises:
-        BaseException: what has broken it off, when it was called again; or what it raises the second time.
+        BaseException: what has broken it off, when it was called again; or what it raises itself.
     """
     try:
         put_back()

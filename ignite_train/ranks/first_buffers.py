@@ -9,6 +9,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train.internals.of_distributed import sync_buffers
+from ignite_train.model.in_full import in_full
 
 __all__ = ["FirstBuffers", "has_buffer_hook"]
 
@@ -42,19 +43,23 @@ class FirstBuffers:
 
     @contextmanager
     def _given(self, within: AbstractContextManager[Any], *, last: bool) -> Iterator[None]:
-        ddp, attributes = self._ddp, vars(self._ddp)  # set past `nn.Module.__setattr__`, within which Ctrl-C may come
+        ddp = self._ddp
         if self._is_first:
             sync_buffers(ddp)
         self._is_first = last
+
+        def put_back() -> None:
+            ddp.broadcast_buffers = True
+            if last:
+                # as after a backward that reduces: the next forward of the script, in an evaluation say, gives them to all
+                ddp.require_forward_param_sync = True
+
         try:
-            attributes["broadcast_buffers"] = False
+            ddp.broadcast_buffers = False
             with within:
                 yield
         finally:
-            attributes["broadcast_buffers"] = True
-            if last:
-                # as after a backward that reduces: the next forward of the script, in an evaluation say, gives them to all
-                attributes["require_forward_param_sync"] = True
+            in_full(put_back)
 
 
 def has_buffer_hook(ddp: DistributedDataParallel) -> bool:

@@ -65,7 +65,7 @@ class Journal:
     """The context of an update. An update that `close` has not ended has been broken off by an exception.
 
     If a part raises as it is ended, or an interrupt comes, the others are ended all the same, in the way that the first of them
-    were. Those that may be ended twice are ended again then: how far the one has come that was interrupted is unknown.
+    were. Where `close` is interrupted, those that may be ended twice are ended again: how far that one has come is unknown.
 
     Args:
         steps: whether the parameters of this rank have moved.

@@ -521,6 +521,21 @@ def test_a_save_that_fails_when_its_checkpoint_is_there_is_still_of_this_run(
     assert trainer.state.iteration == 5
 
 
+def test_a_checkpoint_is_of_this_run_before_older_ones_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow removal may be interrupted, and the next run must not take it for another trainer's."""
+    trainer, _ = make()
+    saver = Checkpoint(tmp_path, every=1, keep=1)
+    saver.attach(trainer)
+    known = list[bool]()
+
+    def note(directory: CheckpointDirectory, *_: Any, **__: Any) -> None:
+        known.append(saver.saver._known_serial == directory.newest_serial)
+
+    monkeypatch.setattr(CheckpointDirectory, "prune", note)
+    trainer.run(LOADER, max_iters=3)
+    assert known == [True] * len(known) != []
+
+
 @pytest.mark.parametrize("name", ["link", "real/../real"])
 def test_a_run_that_resumes_by_another_name_of_its_directory_continues(name: str, tmp_path: Path) -> None:
     """What it has read is its own, whichever way the directory is named."""

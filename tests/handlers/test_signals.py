@@ -437,3 +437,26 @@ def test_a_handler_that_is_installed_during_the_run_has_the_signal_for_itself(ca
         signal.signal(signal.SIGUSR1, before)
     assert (trainer.state.iteration, received, stop.received) == (4, [signal.SIGUSR1], None)
     assert "SIGUSR1" not in caplog.text
+
+
+def test_a_handler_that_calls_the_one_before_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    """As one that writes its logs out first: the run is told, and the time for its end begins."""
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = ignite_train.create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
+    stop = StopOnSignal([signal.SIGUSR1])
+    stop.attach(trainer)
+
+    @trainer.on(Events.STARTED)
+    def chain() -> None:
+        earlier: Any = signal.getsignal(signal.SIGUSR1)
+        signal.signal(signal.SIGUSR1, lambda number, frame: earlier(number, frame))
+
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: signal.raise_signal(signal.SIGUSR1))
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        trainer.run([torch.ones(2, 3)] * 9)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (trainer.state.iteration < 9, stop.received) == (True, signal.SIGUSR1)
+    assert "SIGUSR1: the run ends after this update or the next" in caplog.text
