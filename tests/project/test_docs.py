@@ -147,6 +147,14 @@ def test_every_anchor_of_a_link_is_a_heading(document):
 
 
 @each_document
+def test_the_language_of_a_block_is_one_word(document):
+    """The site takes a block with more behind its language for text, and headings after it for code."""
+    marks = re.findall(r"^ *```+ *(\S.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+
+    assert [mark for mark in marks if not mark.isalpha()] == []
+
+
+@each_document
 def test_every_command_that_is_named_exists(document):
     """A `make` command in a document is a target of the Makefile."""
     inline, blocks = _code(document)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="looks at a
 
 
 def blocks(page: str) -> list[str]:
-    """The Python of a page; a block that is marked `no-run` needs what this library does not bring."""
+    """The Python of a page; a block that is marked `py` is not run: it needs what this library does not bring."""
     path = ROOT / page if page == "README.md" else ROOT / "docs" / page
     return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
