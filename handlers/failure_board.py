@@ -9,7 +9,7 @@ from functools import partial
 
 from ignite.engine import Events
 
-from ignite_train.arguments import named_ranks
+from ignite_train.arguments import describe_error, named_ranks
 from ignite_train.errors import TrainingError
 from ignite_train.events import TrainEvents
 from ignite_train.kinds_of_handlers import Handler
@@ -136,7 +136,7 @@ class FailureBoard(Handler):
 
 def _in_one_line(error: BaseException) -> str:
     """Its class and the first line of its message, shortened."""
-    line = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    line = describe_error(error).partition("\n")[0]
     return line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 4]} ..."
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "check_fields",
     "check_same_model",
     "describe",
+    "describe_error",
     "did_you_mean",
     "directory_of",
     "field_names",
@@ -259,6 +260,15 @@ def mapping_of(name: str, value: Any) -> dict[str, Any]:
 def describe(value: Any) -> str:
     """Returns the value, cut to 60 characters on one line, and its type, for a message."""
     return f"{' '.join(repr(value).split()):.60} of type {type(value).__name__}"
+
+
+def describe_error(error: BaseException) -> str:
+    """Returns its class and its message, where it has one, for a message; its `__str__` may fail."""
+    try:
+        text = str(error).strip()
+    except Exception as failure:
+        text = f"(its text could not be made: {type(failure).__name__})"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def named_ranks(ranks: Sequence[int], one: str = "", several: str = "") -> str:

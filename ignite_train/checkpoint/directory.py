@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from zlib_ng import zlib_ng
 
+from ignite_train.arguments import describe_error
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.lock import LOCK, DirectoryLock, writer_of
 from ignite_train.checkpoint.manifest import (
@@ -115,7 +116,7 @@ def together(exchange: Exchange, what: str, work: Callable[[], T]) -> list[T]:
         mine: tuple[type[CheckpointError] | None, Any] = (None, work())
     except Exception as error:
         kind = LockTakenOverError if isinstance(error, LockTakenOverError) else CheckpointError
-        mine = (kind, printable(f"{type(error).__name__}: {error}", _MAX_LENGTH))
+        mine = (kind, printable(describe_error(error), _MAX_LENGTH))
     outcomes = exchanged(exchange, "of Checkpoint", mine)
     failures = [f"rank {rank}, {text}" for rank, (kind, text) in enumerate(outcomes) if kind is not None]
     if failures:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Never
 
 from ignite.engine import Events
 
+from ignite_train.arguments import describe_error
 from ignite_train.engine.dispatch import Dispatcher, call, entries
 from ignite_train.state import TrainState
 
@@ -394,7 +395,7 @@ class Loop(Dispatcher):
     def _observe(self, error: BaseException) -> None:
         """Shows `error` to every handler of EXCEPTION_RAISED, once."""
         where = f"epoch {self.state.epoch}, iteration {self.state.iteration}"
-        self.logger.error(f"the run ended at {where} by {type(error).__name__}: {error}")
+        self.logger.error(f"the run ended at {where} by {describe_error(error)}")
         self.last_event_name = Events.EXCEPTION_RAISED
         for entry in entries(self, Events.EXCEPTION_RAISED):
             try:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ignite_train.arguments import describe_error
 from ignite_train.device.leaves import leaves
 from ignite_train.internals.of_torch import pytree
 from ignite_train.model.in_full import in_full
@@ -48,7 +49,7 @@ def find_nonfinite(
                 check("the loss", loss.detach())
                 torch.autograd.backward(loss)
             except Exception as error:  # the run ends with the first error; this is about where that came from
-                found.append(f"{type(error).__name__} when run again: {error}")
+                found.append(f"{describe_error(error)} (when run again)")
         if found and first is None:
             first = f"micro-batch {number} of {len(micro_batches)}: {found[0]}"
             if not all_of_them:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ignite.distributed.comp_models.base import ComputationModel
 from torch import Tensor
 
+from ignite_train.arguments import describe_error
 from ignite_train.internals.of_ignite import SerialModel, computation_model, computation_model_now
 
 __all__ = ["Computed", "compute_on"]
@@ -65,7 +66,7 @@ def compute_on(ranks: Sequence[int], compute: Callable[[], Any], *, of: str) -> 
         except Exception as raised:  # whatever it is, all ranks are to know
             error = raised
     is_sent = own == ranks[0] and len(ranks) < dist.get_world_size()
-    failure = "" if error is None else f"{type(error).__name__}: {error}"
+    failure = "" if error is None else describe_error(error)
     ended = Computed(result if is_sent else None, failure)
     while True:
         met = _gather(ended)

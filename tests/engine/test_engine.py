@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ignite_train import TrainEvents, TrainState, UpdateOptions, create_evaluator, create_trainer
+from ignite_train.arguments import describe_error
 from ignite_train.engine.dispatch import stateful_handlers
 from update_options import with_options
 
@@ -318,8 +319,30 @@ def test_another_engine_runs_inside():
 # --- exceptions ------------------------------------------------------------------------------------------------------------
 
 
+class WithoutTextError(Exception):
+    """Its text cannot be made, as where a `__str__` looks for a key that a server has left out."""
+
+    def __str__(self) -> str:
+        return {}["message"]
+
+
 @pytest.mark.parametrize(
-    "error", [InjectedError("on purpose"), KeyboardInterrupt(), SystemExit(3)], ids=lambda e: type(e).__name__
+    ("error", "expected"),
+    [
+        (ValueError(" of two\nlines "), "ValueError: of two\nlines"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (WithoutTextError(), "WithoutTextError: (its text could not be made: KeyError)"),
+    ],
+)
+def test_an_error_is_described_whatever_its_text(error: BaseException, expected: str) -> None:
+    """By its class alone where there is none."""
+    assert describe_error(error) == expected
+
+
+@pytest.mark.parametrize(
+    "error",
+    [InjectedError("on purpose"), WithoutTextError(), KeyboardInterrupt(), SystemExit(3)],
+    ids=lambda e: type(e).__name__,
 )
 def test_observers_of_an_exception(error, caplog):
     """Each handler of EXCEPTION_RAISED sees the exception once; none can swallow, replace or hide it from those after it.
@@ -358,6 +381,8 @@ def test_observers_of_an_exception(error, caplog):
         str(record.exc_info[1]) for record in caplog.records if "handler of EXCEPTION_RAISED failed too" in record.message
     ]
     assert logged == ["an observer's own"]
+    (line,) = [record.message for record in caplog.records if record.message.startswith("the run ended at")]
+    assert line.endswith(f"epoch 1, iteration 2 by {describe_error(error)}")
     trainer.run([1.0, 2.0, 3.0], max_epochs=2)
     assert counters(trainer) == (2, 6, 6, 0, 6)
 

@@ -519,7 +519,7 @@ class Logarithm(nn.Module):
     [
         ("forward", "run again: micro-batch 2 of 2: NaN in the output of module '3' (Logarithm), shape (4, 1)"),
         ("handler", "run again: micro-batch 2 of 2: NaN in the output of module '3' (Logarithm), shape (4, 1)"),
-        ("outside", "run again: micro-batch 2 of 2: FloatingPointError when run again: not this loss"),
+        ("outside", "run again: micro-batch 2 of 2: FloatingPointError: not this loss (when run again)"),
         ("without-cause", "run again, this update was finite"),
     ],
     ids=["forward", "handler", "outside-of-modules", "without-cause"],
