@@ -36,6 +36,7 @@ _THREAD_MARK = "_WAITS_FOR_THREADS"  # in a file that waits for threads, what th
 _WAITING_PLACES_OF_TORCH = ("torch.distributed", "torch.nn.parallel.distributed", "torch.autograd.graph", "torch.futures")
 _PASSED_THROUGH = {"forward", DDP_FORWARD}  # functions of these modules under which a user's module computes
 _NOT_A_PLACE = {"torch", *sys.stdlib_module_names}  # packages that only do what another one has asked for
+_ALSO_NO_PLACE = ("ignite.distributed.", "ignite_train.ranks.collectives.")  # modules that only ask torch for collectives
 
 
 class Whereabouts(NamedTuple):
@@ -55,7 +56,8 @@ def find_whereabouts(thread: int) -> Whereabouts:
 
     It waits for other ranks if what is at the top of its stack does: frames of torch and of Python's own library, down to the
     first of another package, which asked for it. So it makes no difference through how many functions of torch a collective
-    is begun.
+    is begun. The place then names the code that asked too: two ranks may wait in the same function of torch for collectives
+    that do not belong together.
     """
     threads = {each.ident: each.name for each in threading.enumerate()}
     top = _top_of(thread)
@@ -71,7 +73,7 @@ def find_whereabouts(thread: int) -> Whereabouts:
 
 
 def _top_of(thread: int) -> list[FrameType]:
-    """The frames at the top of a thread's stack, down to the first one that is neither torch's nor of Python's own library.
+    """The frames at the top of a thread's stack, down to the first one of code that does more than to ask torch.
 
     Where Python 3.11 makes a frame's object it may start a garbage collection, and a finaliser may let the other thread run on.
     The object is then made of memory that the other thread has given to another frame by now, and the process dies of it. Some
@@ -85,7 +87,7 @@ def _top_of(thread: int) -> list[FrameType]:
             below = _frame_of(thread)
             while below is not None:
                 frames.append(below)
-                if _module(below).partition(".")[0] not in _NOT_A_PLACE:
+                if not _only_asks(below):
                     break
                 below = below.f_back
             return frames
@@ -102,9 +104,20 @@ def _frame_of(thread: int) -> FrameType | None:
 def _place(top: list[FrameType]) -> Whereabouts:
     frame = top[0]
     waiting = frame if _awaits_handle(frame) else next((each for each in top if _waits(each)), None)
-    place = waiting or frame
-    file = Path(place.f_code.co_filename).name
-    return Whereabouts(f"{place.f_code.co_name} ({file}:{place.f_lineno})", waits=waiting is not None)
+    where = _shown(waiting or frame)
+    if waiting is not None and top[-1] is not waiting:
+        where += f", asked by {_shown(top[-1])}"
+    return Whereabouts(where, waits=waiting is not None)
+
+
+def _shown(frame: FrameType) -> str:
+    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+
+
+def _only_asks(frame: FrameType) -> bool:
+    """Whether the code of this frame only does what another one has asked for."""
+    module = _module(frame) + "."
+    return module.partition(".")[0] in _NOT_A_PLACE or module.startswith(_ALSO_NO_PLACE)
 
 
 def _waits(frame: FrameType) -> bool:

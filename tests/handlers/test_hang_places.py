@@ -121,3 +121,29 @@ def test_a_rank_that_hangs_is_named_by_all(tmp_path: Path, way: str, place: str)
         for rank in (0, 1):
             assert "training hangs: no rank has moved for more than 0.4 s; rank 1 is behind; " in group.stderr(rank)
             assert "in loop_for_ever (test_failures.py:" in group.stderr(rank)
+
+
+def sum_alone(board: Board) -> None:
+    """Rank 0 alone sums one number after the first epoch; rank 1 comes to a sum of this library meanwhile."""
+    trainer, _ = make("replicas", cuts.forward)
+    if idist.get_rank() == 0:
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: idist.all_reduce(torch.ones(1, dtype=torch.float64)))
+    watch = HangWatch(timeout_seconds=TIMEOUT, first_timeout_seconds=20.0)
+    Clock(board, [0, 1], watch)
+    watch.attach(trainer)
+    trainer.run(cuts.cut(cuts.samples(), [8] * 5), max_epochs=2)
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_other_collectives_in_one_function_of_torch_hang(tmp_path: Path) -> None:
+    """Each rank is at a place of its own, which names who asked, so that the watch does not take them for one collective."""
+    with Group(tmp_path, sum_alone) as group:
+        for rank, asked in enumerate(("asked by <lambda> (test_hang_places.py:", "asked by _take_up_stops (trainer.py:")):
+            until(lambda rank=rank, asked=asked: asked in group.board.wait_for(f"place.{rank}"), f"rank {rank} waits")
+        see_a_hang(group, [0, 1], [0, 1])
+        assert [group.status(rank, 60.0) for rank in (0, 1)] == [1, 1]
+        for rank in (0, 1):
+            assert "training hangs: no rank has moved for more than 0.4 s; no rank is ahead of the others; " in group.stderr(
+                rank
+            )
+            assert "asked by <lambda> (test_hang_places.py:" in group.stderr(rank)

@@ -390,15 +390,26 @@ def frames(*modules: str, function: str = "stand", **names: Any) -> Any:
 
 
 STANDS: dict[str, tuple[Any, tuple[str, bool]]] = {
-    "in a collective": (frames("torch.distributed.c10d", "model"), ("stand (c10d.py:12)", True)),
+    "in a collective": (frames("torch.distributed.c10d", "model"), ("stand (c10d.py:12), asked by stand (model.py:12)", True)),
+    "in a collective that Ignite was asked for": (
+        frames("torch.distributed.c10d", "ignite.distributed.comp_models.native", "ignite.distributed.utils", "ignite.metrics"),
+        ("stand (c10d.py:12), asked by stand (metrics.py:12)", True),
+    ),
+    "in a collective that we were asked for": (
+        frames("torch.distributed.c10d", "ignite_train.ranks.collectives", "ignite_train.trainer", _WAITS_FOR_RANKS=True),
+        ("stand (c10d.py:12), asked by stand (trainer.py:12)", True),
+    ),
     "in a functional collective": (
         frames("torch._ops", "torch.distributed._functional_collectives", "torch.nn.modules.module", "model"),
-        ("stand (_functional_collectives.py:12)", True),
+        ("stand (_functional_collectives.py:12), asked by stand (model.py:12)", True),
     ),
-    "in a lock for a collective": (frames("threading", "torch.futures", "model"), ("stand (__init__.py:12)", True)),
+    "in a lock for a collective": (
+        frames("threading", "torch.futures", "model"),
+        ("stand (__init__.py:12), asked by stand (model.py:12)", True),
+    ),
     "in the buffers of DDP": (
         frames("torch.nn.parallel.distributed", "torch.nn.modules.module", "model"),
-        ("stand (distributed.py:12)", True),
+        ("stand (distributed.py:12), asked by stand (model.py:12)", True),
     ),
     "in a layer in DDP": (
         frames("torch.nn.modules.linear", "torch.nn.parallel.distributed", "model", function="forward"),
@@ -414,7 +425,7 @@ STANDS: dict[str, tuple[Any, tuple[str, bool]]] = {
 
 @pytest.mark.parametrize("stack", STANDS)
 def test_where_a_rank_waits_is_seen_through_the_frames_of_torch(monkeypatch: pytest.MonkeyPatch, stack: str) -> None:
-    """From the top down to the first frame that is neither torch's nor Python's own, however many there are."""
+    """From the top down to the first frame of code that does more than to ask torch, which is named too where it waits."""
     found, expected = STANDS[stack]
     if stack == "in a lock for a collective":
         found.f_back.f_code.co_filename = "/lib/torch/futures/__init__.py"
@@ -443,7 +454,7 @@ def test_a_script_that_waits_for_a_handle_waits_for_ranks(
 @pytest.mark.parametrize(
     ("writing", "expected"),
     [
-        (frames("torch.distributed.c10d", "disk"), ("stand (c10d.py:12)", True)),
+        (frames("torch.distributed.c10d", "disk"), ("stand (c10d.py:12), asked by stand (disk.py:12)", True)),
         (frames("disk", "writer"), ("stand (disk.py:12)", False)),
     ],
     ids=["for the other ranks", "for the disk"],
