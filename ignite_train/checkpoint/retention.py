@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
+from dataclasses import dataclass, replace
 
 from ignite_train.checkpoint.manifest import Manifest
 
@@ -61,12 +60,12 @@ class Retention:
 
     def _best(self, by_age: Sequence[int], manifests: Sequence[Manifest]) -> list[int]:
         """The indices of the best by each metric; of equal ones the first, and of equal ones of an update its latest copy."""
-        by_kind: dict[tuple[str | None, str], dict[tuple[float, int], int]] = {}
+        copies: dict[tuple[str | None, str], dict[tuple[int, float], int]] = {}
         for index in by_age:
-            score, kind = manifests[index].score, self._kind_of_score(manifests[index])
-            if score is not None:
-                by_kind.setdefault(kind, {})[score if kind[1] == "min" else -score, manifests[index].update] = index
-        return [copies[key] for copies in by_kind.values() for key in sorted(copies, key=itemgetter(0))[: self.best]]
+            one = manifests[index]
+            if one.score is not None:
+                copies.setdefault(self._kind_of_score(one), {})[one.update, one.score] = index
+        return [found[key] for (_, mode), found in copies.items() for key in replace(self, mode=mode).best_of(found)]
 
     def _kind_of_score(self, manifest: Manifest) -> tuple[str | None, str]:
         """The metric of a score, and its mode: of another metric as its run has said."""
