@@ -91,7 +91,6 @@ class FailureBoard(Handler):
 
     is_collective = True
     attached_once = True
-    of_one_trainer = True
 
     def __init__(self) -> None:
         self._watch: _Watch | None = None

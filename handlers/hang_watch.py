@@ -82,7 +82,6 @@ class HangWatch(Handler):
 
     is_collective = True
     attached_once = True
-    of_one_trainer = True
 
     def __init__(
         self,

@@ -59,7 +59,6 @@ class Profiler(Handler):
     _sections: Sections  # once attached
 
     attached_once = True
-    of_one_trainer = True
 
     def __init__(
         self,

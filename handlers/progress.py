@@ -83,9 +83,8 @@ class ProgressLog(Handler):
         if not isinstance(unit, str):
             raise TypeError(f"unit must be the name of what sample_size counts, such as 'tokens', got {describe(unit)}")
         self.style, self.unit = one_of("style", style, _STYLES), unit
-        self._trainer: weakref.ref[Trainer] | None = None  # so that the trainer's memory is free once nothing else holds it
         self._shown = _Shown(unit)
-        self._beside: dict[str, weakref.ref[Trainer]] = {}  # other trainers of the same loop
+        self._beside: dict[str, weakref.ref[Trainer]] = {}  # other trainers of the same loop, whose memory it does not hold
         self._bar: Any = None
         self._evaluation_bar: Any = None
         self._with_bar = ExitStack()
@@ -129,9 +128,8 @@ class ProgressLog(Handler):
             evaluator.add_event_handler(Events.COMPLETED, self._print_evaluation, trainer, tag)
             if isinstance(evaluator, Loop):  # on a stock engine a handler of EXCEPTION_RAISED would suppress the exception
                 evaluator.on_exit.append(self._close_evaluation)  # also where COMPLETED is skipped, as in a rehearsal
-        if self._trainer is not None and self._trainer() is trainer:
+        if self.attached_trainer is trainer:
             return None
-        self._trainer = weakref.ref(trainer)
         self._beside = {name: weakref.ref(other) for name, other in (beside or {}).items()}
         self._shown.losses = frozenset(f"{name}/loss" for name in self._beside)
         trainer.on_enter.append(self._open)
@@ -310,8 +308,7 @@ class ProgressLog(Handler):
     def _conclude(self) -> None:
         """Shows the end of a run once all of it is over: no fault of a table comes before the last checkpoint."""
         self._close()
-        trainer = None if self._trainer is None else self._trainer()
-        has_ended, self._has_ended = self._has_ended, False
+        trainer, has_ended, self._has_ended = self.attached_trainer, self._has_ended, False
         if trainer is not None and has_ended:
             self._show_end(trainer)
 

@@ -91,7 +91,6 @@ class StepTimer(PiggybackHandler):
     """
 
     attached_once = True
-    of_one_trainer = True
 
     def __init__(self, *, window: int = 1000, ranges: Literal["none", "record_function", "nvtx"] = "none") -> None:
         self.window = positive_int("window", window)

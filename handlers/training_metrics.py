@@ -6,7 +6,6 @@ import logging
 import math
 import resource
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -104,7 +103,6 @@ class TrainingMetrics(Handler):
     """
 
     attached_once = True
-    of_one_trainer = True
 
     def __init__(
         self,
@@ -135,7 +133,6 @@ class TrainingMetrics(Handler):
         self._clock: Callable[[], dict[str, float]] = lambda: dict.fromkeys(SECTIONS, 0.0)
         self._interval_began = self._clock()  # seconds by section
         self._before_run: dict[str, float] = {}  # seconds by section, of earlier runs and processes
-        self._trainer: weakref.ref[Trainer] | None = None
         self._sections: Sections | None = None
         self._around_evaluation: str | None = None  # the section in which an evaluation has begun
 
@@ -174,7 +171,7 @@ class TrainingMetrics(Handler):
         for name, value in seconds.items():
             if (share := value / (sum(seconds.values()) or 1.0)) >= _SMALLEST_SHARE:
                 yield "time", f"{name.replace('_', ' ')} {value:.1f} s ({share:.0%})"
-        if self._trainer is not None and (trainer := self._trainer()) is not None:
+        if (trainer := self.attached_trainer) is not None:
             device, precision = next(trainer.model.parameters()).device, trainer.config.get("precision", "fp32")
             for hint in _hints(seconds, trainer.state.dataloader, device, precision, epochs=trainer.state.epoch):
                 yield "hint", hint
@@ -244,8 +241,8 @@ class TrainingMetrics(Handler):
 
     # --- what is added up -------------------------------------------------------------------------------------------------
 
-    def _note_start(self, trainer: Trainer) -> None:
-        self._before_run, self._trainer = self.seconds_by_section, weakref.ref(trainer)
+    def _note_start(self, _trainer: Trainer) -> None:
+        self._before_run = self.seconds_by_section
 
     def _note(self, output: UpdateOutput) -> None:
         """Adds an update to the sums; one that has a name only to the logs, as `name/loss` and `name/LOG`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -88,11 +87,9 @@ class Validation(Handler):
         self.is_best = False
         self._latest_update: int | None = None
         self._read: Iterable[Any] | None = None  # the loader of the latest validation
-        self._trainer: weakref.ref[Trainer] | None = None  # once it is attached
 
     def attach(self, trainer: Trainer, event: Event = Events.EPOCH_COMPLETED) -> RemovableEventHandle:
         """Validates at `event`, before the handlers there that `add_event_handler` adds, whatever the order of attaching."""
-        self._trainer = weakref.ref(trainer)
         if is_read_once(self.loader):
             if event is Events.EPOCH_COMPLETED:
                 trainer.add_event_handler(Events.STARTED, self._refuse_iterator)
@@ -130,7 +127,7 @@ class Validation(Handler):
 
     def settings(self) -> dict[str, Any]:
         """The arguments but the data, with the score that it follows, whether it was given one or others decide."""
-        score, mode = self._followed(None if self._trainer is None else self._trainer())
+        score, mode = self._followed(self.attached_trainer)
         given = {**super().settings(), "score": score, "mode": mode}
         return {name: value for name, value in given.items() if name != "loader"}
 

@@ -53,7 +53,6 @@ class AveragingHandler(Handler):
 
     same_on_all_ranks = True
     attached_once = True
-    of_one_trainer = True
 
     follows_until_first = False
 

@@ -37,14 +37,14 @@ class Handler(Attachable):
     Attributes:
         not_elastic: why the handler would be wrong where replicas come and go, so that `attach` refuses it; empty if it is
             right there.
-        attached_once: whether one trainer must not have the same handler twice, since it would count or start twice.
         of_one_trainer: whether no second trainer may have the same handler, since it keeps something of the first.
+        attached_once: whether, besides that, its trainer must not have it twice, since it would count or start twice.
         begins_with_run: whether it does nothing in a run inside of which it is attached, so that `attach` warns.
     """
 
     not_elastic = ""
-    attached_once = False
     of_one_trainer = False
+    attached_once = False
     begins_with_run = False
     _trainer_of: weakref.ref[Trainer] | None = None  # the trainer to which it was attached first
     _number = 0  # in the order in which handlers are made
@@ -55,6 +55,11 @@ class Handler(Attachable):
             cls.attach = _checked(answers_other_words(vars(cls)["attach"]))  # type: ignore[attr-defined]
         if "__init__" in vars(cls):
             cls.__init__ = _counted(answers_other_words(vars(cls)["__init__"]))  # type: ignore[method-assign]
+
+    @property
+    def attached_trainer(self) -> Trainer | None:
+        """The trainer to which a handler of one trainer was attached, if something else still holds it."""
+        return None if self._trainer_of is None else self._trainer_of()
 
     def leave_unattached(self) -> None:
         """Has no run warn that the handler was made and not attached."""
@@ -92,7 +97,8 @@ def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
             raise ValueError(
                 f"{name} must be attached once to a trainer, got the same one again; make another {name}, or join events by |"
             )
-        if self.of_one_trainer and self._trainer_of is not None and self._trainer_of() is not trainer:
+        of_one = self.of_one_trainer or self.attached_once
+        if of_one and self._trainer_of is not None and self._trainer_of() is not trainer:
             raise ValueError(f"{name} must be attached to one trainer, got a second; make another {name} for it")
         if arguments or "event" in named:
             _check_event(name, arguments[0] if arguments else named["event"])
@@ -103,7 +109,7 @@ def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
             handle = attach(self, trainer, *arguments, **named)
         finally:
             self.is_attaching = outer
-        if self.of_one_trainer:
+        if of_one:
             self._trainer_of = weakref.ref(trainer)
         if self.begins_with_run and trainer.progress.running and collectives.is_main_rank():
             _logger.warning(f"{name} was attached inside a run, and begins with the next one; attach it before run or session")
