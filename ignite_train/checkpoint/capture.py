@@ -40,6 +40,7 @@ from ignite_train.checkpoint.tree import TreeEncoder, is_composed, path_name, te
 from ignite_train.engine.dispatch import Attachable, Stateful, attachables, attached, numbered_name
 from ignite_train.errors import CheckpointError
 from ignite_train.internals.of_torch import parts_of_schedule, version_of
+from ignite_train.model.memory_layout import local_part
 from ignite_train.model.objects_used import variables_around
 from ignite_train.model.random_state import capture_random_state, restore_random_state
 from ignite_train.model.tensor_digests import content_digest, tensor_digests
@@ -305,7 +306,6 @@ class HeldState:
     def __init__(self) -> None:
         self._versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._warned: set[str] = set()
-        self._empty: set[str] = set()  # names in `to_save` that a warning was given for
 
     def note(self, run: SavedRun) -> None:
         """Remembers the tensors that handlers hold, and their versions. To be called when a run starts."""
@@ -363,9 +363,10 @@ class HeldState:
         """Warns once of each object of the user's that gives nothing to save: metrics of torchmetrics do not by default."""
         has_begun = run.trainer.state.iteration > 0
         for name, entry in run.to_save.items():
-            is_empty = contents.trees.get(f"to_save/{name}") == _EMPTY
-            if is_empty and name not in self._empty and (has_begun or isinstance(entry, nn.Module)):
-                self._empty.add(name)
+            saved_as = f"to_save/{name}"
+            is_empty = contents.trees.get(saved_as) == _EMPTY
+            if is_empty and saved_as not in self._warned and (has_begun or isinstance(entry, nn.Module)):
+                self._warned.add(saved_as)
                 _logger.warning(
                     f"to_save[{name!r}] gives an empty state_dict, so a resumed run starts without its state; for a metric of "
                     "torchmetrics, call metric.persistent(True) before the run"
@@ -452,5 +453,4 @@ def _schedules(value: Any) -> Iterator[LRScheduler]:
 def _storage(tensor: Tensor) -> int:
     if is_composed(tensor):
         return id(tensor)
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
+    return local_part(tensor).untyped_storage().data_ptr()

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.lr_scheduler import LRScheduler
@@ -40,7 +39,7 @@ from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.tree import DTYPES, TensorForm, decode, dtype_name, form_of
 from ignite_train.errors import CheckpointError
 from ignite_train.internals.of_torch import LATEST_RATES, parts_of_schedule, storage_number
-from ignite_train.model.memory_layout import as_bytes
+from ignite_train.model.memory_layout import as_bytes, local_part
 from ignite_train.model.warm_up_schedule import WarmUpSchedule
 from ignite_train.state import UpdateOutput
 
@@ -344,20 +343,16 @@ def tied_names(state: Mapping[str, Any]) -> list[list[str]]:
     """The names of each tensor that a state of a module has under several; all ranks of a sharded one find the same."""
     names: dict[Any, list[str]] = {}
     for key, value in state.items():
-        here = _of_this_rank(value)
+        here = local_part(value)
         if type(here) is Tensor:
             place = storage_number(here.untyped_storage()), here.storage_offset(), here.stride()
             names.setdefault((*place, value.dtype, tuple(value.shape)), []).append(key)
     return [same for same in names.values() if len(same) > 1]
 
 
-def _of_this_rank(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     """Of two tensors of one shape, or the parts of them that this rank has."""
-    here, there = _of_this_rank(one), _of_this_rank(other)
+    here, there = local_part(one), local_part(other)
     return one.dtype == other.dtype and torch.equal(as_bytes(here.contiguous()), as_bytes(there.contiguous()))
 
 

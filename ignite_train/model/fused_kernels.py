@@ -18,7 +18,7 @@ from torch.optim.sgd import sgd
 
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.group_tensors import GroupTensors, SteppedGroup, gather
-from ignite_train.model.memory_layout import is_dense, pairs_with
+from ignite_train.model.memory_layout import is_dense, local_part, pairs_with
 
 __all__ = ["FusedKernels", "can_step_shards", "is_kernel_right"]
 
@@ -147,7 +147,7 @@ class FusedKernels:
 
     def _check_gaps(self, index: int, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
-            if not is_dense(_local(parameter)):
+            if not is_dense(local_part(parameter)):
                 self._avoided.add(index)
                 self._say(
                     f"{self._gradients.name(parameter)} has gaps between its elements in memory, which a fused kernel would "
@@ -164,7 +164,7 @@ class FusedKernels:
     def _lay_out(self, stepped: SteppedGroup) -> None:
         """Copies what a kernel would pair wrongly into the strides of its parameter."""
         for place, (parameter, gradient) in enumerate(zip(stepped.parameters, stepped.gradients, strict=True)):
-            if not pairs_with(_local(gradient), _local(parameter)):
+            if not pairs_with(local_part(gradient), local_part(parameter)):
                 parameter.grad = copied = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
                 stepped.gradients[place] = copied
                 self._say(
@@ -175,7 +175,7 @@ class FusedKernels:
             moments = stepped.states[place]
             for key, moment in moments.items():
                 alike = isinstance(moment, Tensor) and moment.shape == parameter.shape
-                if alike and not pairs_with(_local(moment), _local(parameter)):
+                if alike and not pairs_with(local_part(moment), local_part(parameter)):
                     moments[key] = torch.empty_like(parameter, dtype=moment.dtype, requires_grad=False).copy_(moment)
                     self._say("moments of the optimizer are laid out again, with the strides that the parameters have now")
 
@@ -183,10 +183,6 @@ class FusedKernels:
         if what not in self._said:
             self._said.add(what)
             logging.getLogger("ignite_train").warning(what)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @functools.cache

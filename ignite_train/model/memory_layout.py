@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 __all__ = [
     "as_bytes",
@@ -16,6 +17,7 @@ __all__ = [
     "has_plain_memory",
     "is_dense",
     "is_lost",
+    "local_part",
     "own_memory",
     "pairs_with",
 ]
@@ -45,6 +47,11 @@ def own_memory(tensor: Tensor) -> Tensor:
             if size > 1 and stride == 0:
                 tensor = tensor.narrow(dimension, 0, 1)
     return tensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The tensor, or of a sharded one the shard of this rank, which shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ignite_train.model.gradients import Gradients, may_trust_norm
-from ignite_train.model.memory_layout import gradient_dtype
+from ignite_train.model.memory_layout import gradient_dtype, local_part
 from ignite_train.ranks import collectives
 from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.data_ranks import DataRanks
@@ -145,7 +145,7 @@ def join_parts(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 def split_parts(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
     """Makes the parts in `flat`, which has come of `join_parts`, the gradients; of one that there was nowhere none."""
-    sizes = [_local(parameter.detach()).numel() for parameter in parameters]
+    sizes = [local_part(parameter.detach()).numel() for parameter in parameters]
     *sums, flags = torch.split(flat, [*sizes, len(sizes)])
     present = [parameter.grad is not None for parameter in parameters]
     exist = present if all(present) else (flags > 0).tolist()  # sync, only if one is missing on this rank
@@ -157,20 +157,16 @@ def _are_same(ours: Sequence[tuple[Any, Any]], others: Sequence[tuple[Any, Any]]
     return len(ours) == len(others) and all(a is b and x == y for (a, x), (b, y) in zip(ours, others, strict=True))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
     """This rank's part of a gradient; zeros for one that is missing."""
     if parameter.grad is None:
-        return torch.zeros_like(_local(parameter.detach()), dtype=gradient_dtype(parameter))
-    return _local(parameter.grad)
+        return torch.zeros_like(local_part(parameter.detach()), dtype=gradient_dtype(parameter))
+    return local_part(parameter.grad)
 
 
 def _with_local(parameter: nn.Parameter, values: Tensor) -> Tensor:
     """A gradient of `parameter`, of which these are this rank's numbers in the order of their indices."""
-    own = _local(parameter.detach())
+    own = local_part(parameter.detach())
     values = torch.empty_like(own, dtype=values.dtype).copy_(values.view(own.shape))
     if not isinstance(parameter, DTensor):
         return values
@@ -193,4 +189,4 @@ def _begin_alike(model: nn.Module, data_ranks: DataRanks) -> None:
     names = names_of(mesh)
     for tensor in (*model.parameters(), *model.buffers()):
         for name in missing_dims(tensor, mesh, names):
-            collectives.broadcast(_local(tensor.detach()), mesh.get_group(names.index(name)))
+            collectives.broadcast(local_part(tensor.detach()), mesh.get_group(names.index(name)))
