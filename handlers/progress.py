@@ -164,7 +164,7 @@ class ProgressLog(Handler):
 
     def _scores(self, trainer: Trainer) -> frozenset[str]:
         """The scores of the shown evaluators that handlers of the run follow."""
-        found = scores_of((trainer.checkpoint, *stateful_handlers(trainer).values()))
+        found = scores_of(_handlers(trainer))
         return frozenset(name for evaluator, name, _ in found if name is not None and evaluator in self._evaluators)
 
     # --- bars -------------------------------------------------------------------------------------------------------------
@@ -191,12 +191,11 @@ class ProgressLog(Handler):
         self._is_introduced, state = True, trainer.state
         for line in introduction(trainer.model, trainer.optimizers.values(), trainer.config, state, state.dataloader):
             self._print(line)
-        handlers = (trainer.checkpoint, *stateful_handlers(trainer).values())
-        rows = [row for one in handlers if isinstance(one, Attachable) for row in one.rows_at_end()]
+        rows = [row for one in _handlers(trainer) for row in one.rows_at_end()]
         if paths := [text.rpartition(" (")[0] for name, text in rows if name == "files"]:
             self._print(f"writes to {paths[0]}" + f" and {len(paths) - 1} more" * (len(paths) > 1))
         if state.iteration:
-            read = trainer.checkpoint.latest if isinstance(trainer.checkpoint, Attachable) else None
+            read = None if trainer.checkpoint is None else trainer.checkpoint.latest
             self._print(f"resumed after update {state.iteration}" + (f" from {read}" if read is not None else ""))
 
     def _advance(self, trainer: Trainer) -> None:
@@ -296,8 +295,7 @@ class ProgressLog(Handler):
                 break
         else:
             texts = [text.rstrip() for text in texts]
-        handlers = stateful_handlers(trainer).values()
-        marks = ["*"] if any(isinstance(one, Attachable) and one.improves(evaluator) for one in handlers) else []
+        marks = ["*"] if any(one.improves(evaluator) for one in _handlers(trainer)) else []
         parts = {text: (index, text) for index, text in enumerate(texts, start=1)}
         self._print(_line(head, parts | {mark: (0, mark) for mark in marks}))
 
@@ -452,12 +450,18 @@ def _clock(seconds: float) -> str:
     return str(timedelta(seconds=round(min(max(seconds, 0.0), 1e9))))
 
 
+def _handlers(trainer: Trainer) -> list[Attachable]:
+    """The `Checkpoint` of the run, and its other handlers that have a state."""
+    found: list[object] = [trainer.checkpoint, *stateful_handlers(trainer).values()]
+    return [one for one in found if isinstance(one, Attachable)]
+
+
 def _table(trainer: Trainer) -> Iterator[tuple[str, str]]:
     """The rows that the handlers of the run have at its end, and the memory; a row without a name continues the one above."""
     rows: dict[str, list[str]] = {"time": [], "best": [], "memory": [], "files": [], "hint": []}
     measured_by = dict[str, Any]()
-    for handler in (trainer.checkpoint, *stateful_handlers(trainer).values()):
-        for name, text in handler.rows_at_end() if isinstance(handler, Attachable) else ():
+    for handler in _handlers(trainer):
+        for name, text in handler.rows_at_end():
             # The time of the run is told once, however many handlers have measured it, such as two `TrainingMetrics`.
             if name not in ("time", "hint") or measured_by.setdefault(name, handler) is handler:
                 rows[name].append(text)

@@ -402,8 +402,8 @@ class Trainer(Loop):
         return self.data.expected_length(data)
 
     @property
-    def checkpoint(self) -> object:
-        """The handler that saves and resumes this run; None if there is none."""
+    def checkpoint(self) -> Any:
+        """The `Checkpoint` that saves and resumes this run; None if there is none."""
         return self.resume_with.__self__ if isinstance(self.resume_with, MethodType) else None
 
     def _resuming(self, resume: str | Path) -> AbstractContextManager[None]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import io
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import torch
 from ignite.engine import Events
@@ -22,20 +21,10 @@ from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.run_state import RunState
 from ignite_train.checkpoint.saved_run import SavedRun
-from ignite_train.engine.dispatch import Stateful
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
 __all__ = ["Handover"]
-
-
-@runtime_checkable
-class _SavesMore(Protocol):
-    """A `Checkpoint`, which knows the user's additional objects, and may have resumed from a state of its own."""
-
-    to_save: Mapping[str, Stateful]
-
-    def forget_resumed(self) -> None: ...
 
 
 class Handover:
@@ -91,7 +80,7 @@ class Handover:
         taken.restore()
         trainer = self._trainer
         in_epoch = trainer.state_dict()["epoch_iteration"] > 0
-        if isinstance(trainer.checkpoint, _SavesMore):
+        if trainer.checkpoint is not None:
             trainer.checkpoint.forget_resumed()
 
         def put_back() -> None:
@@ -106,7 +95,7 @@ class Handover:
 
     def _run(self) -> SavedRun:
         saves = self._trainer.checkpoint
-        run = SavedRun(self._trainer, saves.to_save if isinstance(saves, _SavesMore) else {})
+        run = SavedRun(self._trainer, {} if saves is None else saves.to_save)
         run.begin()
         return run
 

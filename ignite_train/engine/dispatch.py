@@ -10,7 +10,6 @@ import types
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from enum import IntEnum
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from ignite.engine import CallableEventWithFilter, Engine, EventEnum, EventsList, RemovableEventHandle
@@ -106,11 +105,6 @@ class Attachable:
     def runs(self) -> Iterable[Engine]:
         """The evaluators that it runs."""
         return ()
-
-    @property
-    def latest(self) -> Path | None:
-        """The checkpoint that it has read or written last, if it does so."""
-        return None
 
     def improves(self, evaluator: Engine) -> bool:  # noqa: ARG002  # for subclasses
         """Whether what `evaluator` has just found is better than all before."""

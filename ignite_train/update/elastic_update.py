@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor
 
@@ -16,13 +16,6 @@ from ignite_train.trainer import Trainer
 from ignite_train.update.update import Update
 
 __all__ = ["ElasticUpdate"]
-
-
-@runtime_checkable
-class _Saves(Protocol):
-    """A `Checkpoint`."""
-
-    def save(self) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -73,7 +66,7 @@ class ElasticUpdate(Update):
                 members.leave()
 
         def save_last() -> None:
-            if self._has_no_quorum and isinstance(this.checkpoint, _Saves):
+            if self._has_no_quorum and this.checkpoint is not None:
                 this.checkpoint.save()
 
         this = weakref.proxy(trainer)
