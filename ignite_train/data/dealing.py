@@ -116,7 +116,7 @@ class DealtSampler(Sampler[T]):
         self.epoch = self._start = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of the next pass; a trainer calls it."""
+        """Chooses the order of the next pass. A trainer calls it, with 0 for the first epoch, which `state.epoch` calls 1."""
         self.epoch = epoch
 
     def seek(self, samples: int) -> None:

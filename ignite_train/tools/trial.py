@@ -90,6 +90,19 @@ class TrialSamples:
         steps = 1 if self._steps_name is None else settings[self._steps_name]
         return steps if isinstance(steps, int) else 1
 
+    def check(self, trainer: Trainer, settings: Settings) -> None:
+        """Sees to it that an update of `trainer` has the micro-batches of `settings`: others train on other samples.
+
+        Raises:
+            ValueError: it has others.
+        """
+        name, made = self._steps_name, trainer.config["accumulation_steps"]
+        if name is not None and isinstance(settings[name], int) and isinstance(made, int) and made != settings[name]:
+            raise ValueError(
+                f"make_trainer must pass its {name} on to create_trainer, got a trainer with accumulation_steps={made} for "
+                f"{name}={settings[name]}"
+            )
+
     def loader(self, settings: Settings) -> Iterable[Any]:
         """All samples in the micro-batches of `settings`; a pass over it can be made any number of times."""
         loader, given = self._loader, self._given
@@ -225,6 +238,7 @@ class Trial:
         self.trainer = trainer = make_trainer(**arguments)
         if not isinstance(trainer, Trainer):
             raise TypeError(f"make_trainer must return a Trainer, got {describe(trainer)}")
+        samples.check(trainer, self.settings)
         self._loader = samples.loader(self.settings)
         trainer.logger = _SILENT
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self._mark)

@@ -441,6 +441,10 @@ def stepped(accumulation_steps: int = 2) -> Trainer:
     return simple(accumulation_steps)
 
 
+def heedless(accumulation_steps: int = 2) -> Trainer:
+    return simple()
+
+
 def breaking(accumulation_steps: int = 1) -> Trainer:
     raise RuntimeError("no such device")
 
@@ -453,6 +457,12 @@ MISTAKES: dict[str, Mistake] = {
     ),  # type: ignore[arg-type]
     "no function": (TypeError, "make_trainer must be a function", lambda: tune(3, [X])),  # type: ignore[arg-type]
     "no default": (TypeError, "must have a default for each parameter, got 'width'", lambda: tune(lambda width: simple(), [X])),
+    "steps that are not passed on": (
+        RuntimeError,
+        "make_trainer must pass its accumulation_steps on to create_trainer, got a trainer with accumulation_steps=1 for "
+        "accumulation_steps=2",
+        lambda: tune(heedless, loader_of()),
+    ),
     "no trainer": (RuntimeError, "make_trainer must return a Trainer, got", lambda: tune(lambda: 3, [X])),  # type: ignore[arg-type, return-value]
     "breaks": (
         RuntimeError,
