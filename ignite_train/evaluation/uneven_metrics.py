@@ -15,17 +15,38 @@ from ignite_train.model.in_full import in_full
 from ignite_train.ranks import collectives
 from ignite_train.ranks.compute_on import compute_on
 
-__all__ = ["metrics_published_at", "uneven_metrics"]
+__all__ = ["MetricHolder", "metrics_published_at", "published_metric", "uneven_metrics"]
+
+
+class MetricHolder:
+    """Shows a metric something else than the output of the engine to which it is attached; its `completed` publishes it.
+
+    Args:
+        name: under which.
+        metric: the metric.
+    """
+
+    def __init__(self, name: str, metric: Metric) -> None:
+        self.name, self.metric = name, metric
+
+
+def published_metric(handler: Any, args: tuple[Any, ...]) -> tuple[str, Metric] | None:
+    """The metric that a handler publishes, under the name that it was attached under; None for other handlers.
+
+    Args:
+        handler: without a filter.
+        args: its own, apart from the engine.
+    """
+    owner = handler.__self__ if isinstance(handler, MethodType) and handler.__name__ == "completed" else None
+    if isinstance(owner, MetricHolder):
+        return owner.name, owner.metric
+    return (str(args[0]), owner) if isinstance(owner, Metric) and args else None
 
 
 def metrics_published_at(engine: Engine, event: Any) -> dict[str, Metric]:
     """The metrics that `engine` publishes at `event`, by the name that each was attached under."""
-    found: dict[str, Metric] = {}
-    for attached_to, handler, args in attached(engine):
-        owner = handler.__self__ if isinstance(handler, MethodType) else None
-        if attached_to == event and isinstance(owner, Metric) and handler.__name__ == "completed" and args:
-            found[str(args[0])] = owner
-    return found
+    published = (published_metric(handler, args) for attached_to, handler, args in attached(engine) if attached_to == event)
+    return dict(one for one in published if one is not None)
 
 
 @contextmanager

@@ -8,12 +8,14 @@ from dataclasses import fields, is_dataclass
 from types import MethodType
 from typing import Any
 
+from ignite.metrics import GpuInfo
 from torch import nn
 
 from ignite_train.data.description import dealt_order
 from ignite_train.engine.dispatch import Attachable, is_of_library, occasions
-from ignite_train.ranks.unlike_ranks import Description, described_parameters
-from ignite_train.ranks.wrapping import own_parameters
+from ignite_train.evaluation.uneven_metrics import published_metric
+from ignite_train.ranks.unlike_ranks import Description, described_parameters, names_in_order
+from ignite_train.ranks.wrapping import own_buffers, own_parameters
 from ignite_train.trainer import Trainer
 
 __all__ = ["start_description"]
@@ -25,9 +27,10 @@ _BY_WHICH_RANKS_MEET = {"every", "every_epochs", "every_seconds"}
 
 
 def start_description(trainer: Trainer) -> Description:
-    """Settings, limits, collective handlers and the model's parameters by name, and the order of samples that are dealt out.
+    """Settings, limits, what waits for other ranks, parameters by name, and what ranks match by its place.
 
-    See `Attachable.is_collective` about handlers.
+    That is the order of samples that are dealt out, of parameters and buffers, of collective handlers and metrics of Ignite at
+    an event, and of what travels with an update. See `Attachable.is_collective` about handlers.
     """
     description: dict[str, str] = {}
     update = vars(trainer.process)  # of an `Update`, whose folder this one does not import
@@ -36,13 +39,17 @@ def start_description(trainer: Trainer) -> Description:
         if name not in _OF_EACH_RANK:
             description |= _plain(name, value)
     description |= _limits(trainer) | _described_handlers(trainer)
-    model = trainer.parts.get("model")
+    model, in_order = trainer.parts.get("model"), _orders(trainer)
     if isinstance(model, nn.Module):
-        description |= described_parameters(model, own_parameters(update.get("model", model)))
+        wrapped = update.get("model", model)
+        own = own_parameters(wrapped)
+        description |= described_parameters(model, own)
+        in_order |= names_in_order(model, {*own, *own_buffers(wrapped)})
     dealt = dealt_order(trainer.state.dataloader)
     if dealt is None:
-        return Description(description)
-    return Description(description, dealt.ranks, {f"data.{name}": repr(value) for name, value in dealt.settings.items()})
+        return Description(description, in_order=in_order)
+    of_data = {f"data.{name}": repr(value) for name, value in dealt.settings.items()}
+    return Description(description, dealt.ranks, of_data, in_order)
 
 
 def _plain(name: str, value: Any) -> dict[str, str]:
@@ -74,7 +81,8 @@ def _described_handlers(trainer: Trainer) -> dict[str, str]:
     """How many handlers of each class all ranks must attach, when these are called, and how often our own ones meet."""
     owners: dict[int, Any] = {}
     found: dict[str, list[str]] = {}
-    for function, event, event_filter in [*occasions(trainer), *((function, "", "") for function in trainer.on_enter)]:
+    entered = ((function, "", "", ()) for function in trainer.on_enter)
+    for function, event, event_filter, _ in [*occasions(trainer), *entered]:
         for owner in (function, function.__self__ if isinstance(function, MethodType) else None):
             if isinstance(owner, Attachable) and owner.is_collective:
                 owners[id(owner)] = owner
@@ -87,3 +95,17 @@ def _described_handlers(trainer: Trainer) -> dict[str, str]:
     counts = Counter(f"the handler {type(owner).__name__}" for owner in owners.values())
     described = {name: str(count) for name, count in sorted(counts.items())}
     return described | {name: ", ".join(sorted(values)) for name, values in found.items()}
+
+
+def _orders(trainer: Trainer) -> dict[str, list[str]]:
+    """What waits for other ranks at an event, and what travels with each update: it meets what has its place there."""
+    found: dict[str, list[str]] = {}
+    for function, event, event_filter, args in occasions(trainer):
+        owner = function.__self__ if isinstance(function, MethodType) else function
+        if isinstance(owner, Attachable) and owner.is_collective:
+            found.setdefault(event, []).append(type(owner).__name__)
+        elif (published := published_metric(function, args)) and not isinstance(published[1], GpuInfo):  # it asks the driver
+            (name, metric), when = published, "" if event_filter == "always" else f" ({event_filter})"
+            found.setdefault(event, []).append(f"{type(metric).__name__} {name!r}{when}")
+    orders = {f"what waits for other ranks at {event}": names for event, names in found.items()}
+    return orders | {"what travels with each update": [type(piggyback).__name__ for piggyback in trainer.piggybacks]}

@@ -22,7 +22,7 @@ from ignite_train.ranks.replicas import buckets
 from ignite_train.ranks.root_mesh import copies, missing_dims, names_of
 from ignite_train.ranks.same_micro_batches import SameMicroBatches
 from ignite_train.ranks.statistics import Statistics
-from ignite_train.ranks.unlike_ranks import Description, described_parameters, refuse_unlike_ranks
+from ignite_train.ranks.unlike_ranks import refuse_unlike_models
 
 __all__ = ["MeshCrossing", "join_parts", "split_parts"]
 
@@ -183,7 +183,7 @@ def _begin_alike(model: nn.Module, data_ranks: DataRanks) -> None:
     Raises:
         ValueError: the model is not the same on all ranks, as where each has a stage of a pipeline.
     """
-    refuse_unlike_ranks(Description(described_parameters(model)))
+    refuse_unlike_models(model)
     mesh = data_ranks.mesh
     assert mesh is not None  # noqa: S101  # without one there is nothing to do
     names = names_of(mesh)

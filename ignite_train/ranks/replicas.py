@@ -25,7 +25,7 @@ from ignite_train.ranks.first_buffers import FirstBuffers, has_buffer_hook
 from ignite_train.ranks.messages import Outgoing
 from ignite_train.ranks.sparse_rows import SparseRows
 from ignite_train.ranks.statistics import Statistics
-from ignite_train.ranks.unlike_ranks import Description, described_parameters, refuse_unlike_ranks
+from ignite_train.ranks.unlike_ranks import refuse_unlike_models
 
 __all__ = ["LocalCrossing", "ReplicasCrossing", "SmallReplicasCrossing", "buckets", "mean_over_ranks", "unflatten"]
 
@@ -272,7 +272,7 @@ def _begin_alike(model: nn.Module) -> None:
     Raises:
         ValueError: the model is not the same on all ranks.
     """
-    refuse_unlike_ranks(Description(described_parameters(model)))
+    refuse_unlike_models(model)
     for tensor in chain(model.parameters(), model.buffers()):
         collectives.broadcast(tensor)
 

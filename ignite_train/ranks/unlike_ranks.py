@@ -6,13 +6,14 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from ignite_train.ranks import collectives
 
-__all__ = ["Description", "described_parameters", "exchanged", "refuse_unlike_ranks"]
+__all__ = ["Description", "described_parameters", "exchanged", "names_in_order", "refuse_unlike_models", "refuse_unlike_ranks"]
 
 _MOST = 3  # differences that an error names
 
@@ -25,11 +26,13 @@ class Description:
         of_all: on all ranks.
         sharing: the ranks among which samples are dealt out, in increasing order; empty where that is not known.
         of_data: on the sharing ranks that have such an entry.
+        in_order: names that stand at the same places on all ranks, by what they are names of.
     """
 
     of_all: Mapping[str, str] = field(default_factory=dict)
     sharing: tuple[int, ...] = ()
     of_data: Mapping[str, str] = field(default_factory=dict)
+    in_order: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 class _Sent(NamedTuple):
@@ -70,7 +73,7 @@ def refuse_unlike_ranks(description: Description, beside: bytes = b"") -> bytes:
     Raises:
         ValueError: the descriptions differ, on all ranks alike.
     """
-    digests = _digest(description.of_all), _digest(description.of_data)
+    digests = _digest(description.of_all, description.in_order), _digest(description.of_data)
     of_ranks = exchanged(collectives.gather_objects, "of settings", (*digests, description.sharing, beside))
     of_data = {(sharing, digest) for _, digest, sharing, _ in of_ranks if sharing}
     if len({digest for digest, *_ in of_ranks}) > 1 or len(of_data) > len({sharing for sharing, _ in of_data}):
@@ -78,8 +81,17 @@ def refuse_unlike_ranks(description: Description, beside: bytes = b"") -> bytes:
     return bytes(of_ranks[0][-1])
 
 
-def _digest(described: Mapping[str, str]) -> bytes:
-    return hashlib.sha256(json.dumps(sorted(described.items())).encode()).digest()
+def refuse_unlike_models(model: nn.Module) -> None:
+    """Compares the parameters and buffers of a model over the ranks, before one rank gives them to others. Collective.
+
+    Raises:
+        ValueError: they differ, or stand in another order, on all ranks alike.
+    """
+    refuse_unlike_ranks(Description(described_parameters(model), in_order=names_in_order(model)))
+
+
+def _digest(*described: Mapping[str, Any]) -> bytes:
+    return hashlib.sha256(json.dumps([sorted(one.items()) for one in described]).encode()).digest()
 
 
 def described_parameters(model: nn.Module, own: Collection[str] = ()) -> dict[str, str]:
@@ -91,8 +103,29 @@ def described_parameters(model: nn.Module, own: Collection[str] = ()) -> dict[st
     }
 
 
+def names_in_order(model: nn.Module, own: Collection[str] = ()) -> dict[str, list[str]]:
+    """The names of parameters and of buffers as they are registered; without those that are each rank's `own`.
+
+    Torch's wrappers and our messages match both over the ranks by their places, so names alone do not make a model the same.
+    """
+    named = {"the parameters": model.named_parameters(), "the buffers": model.named_buffers()}
+    return {kind: [name for name, _ in those if name not in own] for kind, those in named.items()}
+
+
+def _first_other_place(kind: str, orders: Sequence[Sequence[str]]) -> list[str]:
+    """The first place, counted from 1, at which names differ; the places behind it would say the same."""
+    hint = "" if len({tuple(sorted(order)) for order in orders}) > 1 else " (a set has another order in each process)"
+    for place, names in enumerate(zip_longest(*orders, fillvalue="none"), start=1):
+        if parts := _differences({rank: {f"place {place} of {kind}": name} for rank, name in enumerate(names)}):
+            return [f"{parts[0]}{hint}"]
+    return []
+
+
 def _differences_of(of_ranks: Sequence[Description]) -> list[str]:
     parts = _differences({rank: description.of_all for rank, description in enumerate(of_ranks)})
+    # What only some ranks have moves what stands behind it, and has been named then.
+    for kind in dict.fromkeys(kind for description in of_ranks for kind in description.in_order) if not parts else ():
+        parts += _first_other_place(kind, [description.in_order.get(kind, ()) for description in of_ranks])
     for sharing in sorted({description.sharing for description in of_ranks if description.sharing}):
         among = {rank: one.of_data for rank, one in enumerate(of_ranks) if one.sharing == sharing}
         parts += _differences(among)

@@ -25,7 +25,7 @@ from ignite_train.ranks.placeholders import PlaceholderCrossing, Placeholders
 from ignite_train.ranks.replicas import LocalCrossing, ReplicasCrossing, SmallReplicasCrossing
 from ignite_train.state import Carried
 
-__all__ = ["ReductionName", "crossing_for", "data_ranks_of_any", "own_parameters", "unwrap"]
+__all__ = ["ReductionName", "crossing_for", "data_ranks_of_any", "own_buffers", "own_parameters", "unwrap"]
 
 ReductionName = Literal["auto", "ddp", "elastic", "explicit", "fsdp", "local"]
 
@@ -162,6 +162,12 @@ def own_parameters(model: nn.Module) -> list[str]:
     delayed = {id(parameter) for parameter in reduced_late(ddp)}  # which it ignores at first, and reduces later
     named = ddp.module.named_parameters()
     return [name for name, p in named if name in ddp.parameters_to_ignore and id(p) not in delayed]
+
+
+def own_buffers(model: nn.Module) -> list[str]:
+    """Names of the buffers that `DistributedDataParallel` was told to ignore."""
+    ddp = _find_ddp(model)
+    return [] if ddp is None else [name for name, _ in ddp.module.named_buffers() if name in ddp.parameters_to_ignore]
 
 
 def _on_mesh(model: nn.Module, name: ReductionName, placeholders: Placeholders, data_ranks: DataRanks) -> MeshCrossing:

@@ -12,7 +12,7 @@ from ignite.metrics import Metric
 from ignite_train.arguments import MAPPING, SEQUENCE, check_fields, describe
 from ignite_train.engine.dispatch import stateful_handlers
 from ignite_train.evaluation.load_metric import load_metric
-from ignite_train.evaluation.uneven_metrics import metrics_published_at, uneven_metrics
+from ignite_train.evaluation.uneven_metrics import MetricHolder, metrics_published_at, uneven_metrics
 from ignite_train.events import TrainEvents
 from ignite_train.metrics import is_published_metric
 from ignite_train.ranks import collectives
@@ -75,14 +75,14 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
     held = _MetricOfTraining(metric, name, keep_outputs(trainer, asked_by=f"attach_metric(..., {name!r})"))
     trainer.prepend_event_handler(Events.EPOCH_STARTED, held.begin_epoch)
     trainer.prepend_event_handler(TrainEvents.STEP_COMPLETED, held.count)
-    trainer.prepend_event_handler(Events.EPOCH_COMPLETED, held.end_epoch)
+    trainer.prepend_event_handler(Events.EPOCH_COMPLETED, held.completed)
 
 
-class _MetricOfTraining:
+class _MetricOfTraining(MetricHolder):
     """Feeds a metric by an engine of Ignite's own, so that any kind of metric is attached in its own way."""
 
     def __init__(self, metric: Metric, name: str, outputs: KeptOutputs) -> None:
-        self._name = name
+        super().__init__(name, metric)
         self._engine = Engine(lambda _engine, batch: batch)
         metric.attach(self._engine, name)
         self._outputs = outputs
@@ -117,11 +117,11 @@ class _MetricOfTraining:
         numbers = [int(number) for number in collectives.everyones(micro_batches)]
         if len(set(numbers)) > 1:
             raise ValueError(
-                f"metric {self._name!r} is reduced over ranks after each micro-batch and would hang where they have different "
+                f"metric {self.name!r} is reduced over ranks after each micro-batch and would hang where they have different "
                 f"numbers, got {numbers} in this update; attach one that is reduced once an epoch, or give all ranks as many"
             )
 
-    def end_epoch(self, trainer: Trainer) -> None:
+    def completed(self, trainer: Trainer) -> None:
         """Publishes the metric, or takes that of the epoch before away where no update had an effect."""
         with uneven_metrics(self._engine, has_data=self._num_seen > 0) as is_computable:
             if is_computable:
@@ -130,11 +130,11 @@ class _MetricOfTraining:
                 return
         for name in self._engine.state.metrics:
             trainer.state.metrics.pop(name, None)
-        warned = f"nothing seen by {self._name}"
+        warned = f"nothing seen by {self.name}"
         if collectives.is_main_rank() and warned not in trainer.progress.warned:
             trainer.progress.warned.add(warned)
             trainer.logger.warning(
-                f"metric {self._name!r} is left out of state.metrics after epoch {trainer.state.epoch}, as after each in which "
+                f"metric {self.name!r} is left out of state.metrics after epoch {trainer.state.epoch}, as after each in which "
                 "every update was skipped: it has seen no micro-batch"
             )
 
@@ -146,7 +146,7 @@ class _MetricOfTraining:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes it over, if as many ranks have counted it."""
         parts = stateful_handlers(self._engine)
-        check_fields(f"attach_metric(..., {self._name!r})", state_dict, {**dict.fromkeys(parts, MAPPING), _SEEN: SEQUENCE})
+        check_fields(f"attach_metric(..., {self.name!r})", state_dict, {**dict.fromkeys(parts, MAPPING), _SEEN: SEQUENCE})
         seen = state_dict[_SEEN]
         is_of_these_ranks = len(seen) == collectives.world_size()
         self._num_seen = round(seen[collectives.rank()]) if is_of_these_ranks else 0
@@ -165,6 +165,6 @@ class _MetricOfTraining:
         if not self._has_warned:  # a checkpoint may be put back a second time
             self._has_warned = True
             logging.getLogger("ignite_train").warning(
-                f"metric {self._name!r} starts from the beginning, because the checkpoint has what {number} ranks have "
+                f"metric {self.name!r} starts from the beginning, because the checkpoint has what {number} ranks have "
                 f"counted, and there are {collectives.world_size()}"
             )

@@ -12,6 +12,7 @@ import ignite.distributed as idist
 import pytest
 import torch
 from ignite.engine import Events
+from ignite.metrics import Average, GpuInfo, Metric
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,11 +27,22 @@ from ignite_train import (
     TokenBudgetSampler,
     Trainer,
     UpdateOptions,
+    attach_metric,
     create_evaluator,
     create_trainer,
 )
 from ignite_train.events import every
-from ignite_train.handlers import Checkpoint, GradientMonitor, JsonLines, ProgressLog, StateConsistency, Validation
+from ignite_train.handlers import (
+    Checkpoint,
+    EmptyCache,
+    GradientMonitor,
+    GradNormConsistency,
+    JsonLines,
+    ProgressLog,
+    StateConsistency,
+    StepTimer,
+    Validation,
+)
 from ranks import run_ranks
 
 FEATURES = cuts.FEATURES
@@ -78,6 +90,75 @@ def other_shards(rank: int) -> Trainer:
     return make(fully_shard(model, mesh=init_device_mesh("cpu", (2,))))
 
 
+class Heads(nn.Module):
+    """Parts of one shape, registered in the order of the names; forward takes them in another, the same on all ranks."""
+
+    def __init__(self, names: str, *, norms: bool = False) -> None:
+        super().__init__()
+        kind = (lambda: nn.BatchNorm1d(FEATURES, affine=False).double()) if norms else (lambda: nn.Linear(3, FEATURES).double())
+        self.heads, self.last = nn.ModuleDict({name: kind() for name in names}), nn.Linear(FEATURES, 1).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in sorted(self.heads):
+            x = torch.tanh(self.heads[name](x))
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def other_order(rank: int) -> Trainer:
+    return make(DistributedDataParallel(Heads("ba" if rank else "ab")))
+
+
+def other_order_of_shards(rank: int) -> Trainer:
+    return make(fully_shard(Heads("ba" if rank else "ab"), mesh=init_device_mesh("cpu", (2,))))
+
+
+def other_order_of_replicas(rank: int) -> Trainer:
+    return make(Heads("abc" if rank else "acb"), options=EXPLICIT)
+
+
+def other_order_of_buffers(rank: int) -> Trainer:
+    return make(DistributedDataParallel(Heads("ba" if rank else "ab", norms=True)))
+
+
+def average(value: float = 1.0) -> Metric:
+    return Average(output_transform=lambda _: value)
+
+
+def other_order_of_metrics(rank: int) -> Trainer:
+    trainer = make()
+    for name in ("two", "one") if rank else ("one", "two"):
+        average(len(name)).attach(trainer, name)
+    return trainer
+
+
+def metric_on_one(rank: int) -> Trainer:
+    trainer = make()
+    if rank == 0:
+        average().attach(trainer, "average")
+    return trainer
+
+
+def metric_of_predictions_on_one(rank: int) -> Trainer:
+    trainer = make()
+    if rank == 0:
+        attach_metric(trainer, average(), "average")
+    return trainer
+
+
+def other_order_of_handlers(rank: int) -> Trainer:
+    trainer = make()
+    for kind in (StepTimer, GradNormConsistency)[:: -1 if rank else 1]:
+        kind().attach(trainer)
+    return trainer
+
+
+def other_piggybacks(rank: int) -> Trainer:
+    trainer = make()
+    if rank == 0:
+        EmptyCache(fragmentation=0.5).attach(trainer)
+    return trainer
+
+
 def train(begin: Callable[[int], Trainer]) -> str:
     """The error of making a trainer, or of its run; empty if there is none."""
     try:
@@ -94,6 +175,7 @@ def checkpoint_on_one(rank: int) -> Trainer:
     return trainer
 
 
+SET = "(a set has another order in each process)"
 SAID = {
     other_settings: "got accumulation_steps: 2 on rank 0 and 3 on rank 1; give",
     other_options: "got options.on_nonfinite: 'skip' on rank 0 and 'raise' on rank 1; give",
@@ -101,6 +183,15 @@ SAID = {
     frozen: "got the parameter bias: [1] of torch.float64, trained on rank 0 and [1] of torch.float64, frozen on rank 1; give",
     other_shapes: "got the parameter 0.weight: [5, 3] of torch.float64, trained on rank 0 and [6, 3] of",
     other_shards: "got the parameter 0.weight: [5, 3] of torch.float64, trained on rank 0 and [6, 3] of",
+    other_order: f"got place 1 of the parameters: heads.a.weight on rank 0 and heads.b.weight on rank 1 {SET}; give",
+    other_order_of_shards: f"got place 1 of the parameters: heads.a.weight on rank 0 and heads.b.weight on rank 1 {SET}; give",
+    other_order_of_replicas: f"got place 3 of the parameters: heads.c.weight on rank 0 and heads.b.weight on rank 1 {SET}",
+    other_order_of_buffers: "got place 1 of the buffers: heads.a.running_mean on rank 0 and heads.b.running_mean on rank 1 (a",
+    other_order_of_metrics: f"ranks at EPOCH_COMPLETED: Average 'one' on rank 0 and Average 'two' on rank 1 {SET}; give",
+    metric_on_one: "place 1 of what waits for other ranks at EPOCH_COMPLETED: Average 'average' on rank 0 and none on rank 1;",
+    metric_of_predictions_on_one: "other ranks at EPOCH_COMPLETED: Average 'average' on rank 0 and none on rank 1; give",
+    other_order_of_handlers: f"what travels with each update: StepTimer on rank 0 and GradNormConsistency on rank 1 {SET}",
+    other_piggybacks: "got place 3 of what travels with each update: EmptyCache on rank 0 and none on rank 1; give",
     checkpoint_on_one: "got the exchange between the ranks: of settings on rank 0 and of Checkpoint on rank 1; give",
 }
 
@@ -316,9 +407,20 @@ def test_what_ranks_may_have_of_their_own_is_not_compared(tmp_path: Path) -> Non
     assert run_ranks(legal_numbers, tmp_path) == [[5, 10], [4, 8]]
 
 
+class QuietGpuInfo(GpuInfo):
+    """Of a machine without GPUs, which need not have the library that asks for them."""
+
+    def __init__(self) -> None:
+        super(GpuInfo, self).__init__()
+
+    def compute(self) -> list[Any]:
+        return []
+
+
 def own_handlers(rank: int, directory: Path) -> Trainer:
     trainer = make(seed=5 + rank)
     if rank == 0:
+        QuietGpuInfo().attach(trainer)
         ProgressLog().attach(trainer)
         JsonLines(directory / "log.jsonl").attach(trainer)
     return trainer
