@@ -52,7 +52,8 @@ class BufferRollback:
         if self._has_copies_for(buffers):
             foreach_copy_(self._copies, buffers)
         else:
-            self._copied, self._copies = buffers, [own_memory(buffer).clone() for buffer in buffers]
+            with torch.inference_mode(mode=False):  # or else a later run outside of it could not write to them
+                self._copied, self._copies = buffers, [own_memory(buffer).clone() for buffer in buffers]
 
     def _find_used(self) -> None:
         used = [one for one in objects_used([self._forward, self._module]) if isinstance(one, nn.Module)]

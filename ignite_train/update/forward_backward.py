@@ -168,7 +168,9 @@ class ForwardBackward:
         """The loss times the loss scale, for backward."""
         if not loss.requires_grad:
             remedy = "return it without .detach() or no_grad()"
-            if not torch.is_grad_enabled():
+            if torch.is_inference_mode_enabled():
+                remedy = "torch.inference_mode() is on, in which none is made; make the model and call the run outside of it"
+            elif not torch.is_grad_enabled():
                 remedy = "gradients are switched off in this thread, so call torch.set_grad_enabled(True) before the run"
             raise ForwardContractError(f"the loss that forward returned has no graph; {remedy}")
         return loss if self.loss_scaling.scale == 1.0 else loss * self.loss_scaling.scale

@@ -195,6 +195,19 @@ def test_a_loss_without_a_graph_where_gradients_are_off() -> None:
     assert trainer.run(loader).num_steps == 3
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_loss_without_a_graph_in_inference_mode(enabled: bool) -> None:
+    """Where `torch.set_grad_enabled(True)` does not help, the message does not advise it."""
+    trainer, _, _, loader = made()
+    with torch.inference_mode(), torch.set_grad_enabled(enabled), pytest.raises(ForwardContractError) as raised:
+        trainer.run(loader)
+    assert str(raised.value) == (
+        "the loss that forward returned has no graph; torch.inference_mode() is on, in which none is made; make the model "
+        "and call the run outside of it"
+    )
+    assert trainer.run(loader).num_steps == 3
+
+
 @pytest.mark.parametrize("length", [None, 4])
 def test_a_thread_that_reads(length: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C as it is made or started: nothing waits for one that has not begun, and nothing is printed as one is dropped."""
