@@ -437,8 +437,10 @@ class MicroBatchPass:
                 "stream that shuffles may lack its buffer; use a ResumableLoader, or a plain DataLoader, which reads past what "
                 "was done"
             )
-        change = "shorter" if given < length else "longer"
-        return f"the loader has len() {length} and gave {given} micro-batches: the epoch was {change}; correct its __len__"
+        remedy = "the epoch was longer; correct its __len__"
+        if given < length:
+            remedy = "the epoch was shorter; correct its __len__, or its dataset if a next() in it raises StopIteration"
+        return f"the loader has len() {length} and gave {given} micro-batches: {remedy}"
 
     def pause(self) -> None:
         """Ends the thread that reads the loader, if there is one; reading on starts another."""

@@ -569,6 +569,8 @@ def test_a_loader_that_lies_about_its_length(announced, given, accumulation_step
     if trained < given:
         number, outcome = "more", "surplus is left out of the epoch"
     says = f"the loader has len() {announced} and gave {number} micro-batches: the {outcome}; correct its __len__"
+    if "shorter" in outcome:
+        says += ", or its dataset if a next() in it raises StopIteration"
     assert [str(warning.message) for warning in caught] == [says]
     assert 0 <= trained - min(announced, given) < accumulation_steps
     assert trainer.state.epoch == 1
