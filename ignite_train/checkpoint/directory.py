@@ -401,10 +401,10 @@ def commit(
     Raises:
         CheckpointError: it failed, on all ranks alike. The older checkpoints are untouched.
     """
-    with _new_directory(directory, exchange) as new:
-        written = together(exchange, "writing a checkpoint", lambda: _write(directory, new, contents))
+    with _new_directory(directory, exchange) as unfinished:
+        written = together(exchange, "writing a checkpoint", lambda: _write(directory, unfinished, contents))
         whole = replace(manifest, files={name: record for files in written for name, record in files.items()})
-        name = on_main(exchange, "committing a checkpoint", partial(directory.publish, new.name, whole))
+        name = on_main(exchange, "committing a checkpoint", partial(directory.publish, unfinished, whole))
     on_durable(directory.path / name)
     if collectives.is_main_rank():
         directory.prune(retention)
@@ -419,55 +419,44 @@ def try_out(directory: CheckpointDirectory, contents: Contents, exchange: Exchan
     Raises:
         CheckpointError: it failed, on all ranks alike.
     """
-    with _new_directory(directory, exchange) as new:
-        together(exchange, "trying to write a checkpoint", lambda: _write_page(directory, new, contents))
-        on_main(exchange, "trying to commit a checkpoint", partial(directory.discard, new.name))
+    with _new_directory(directory, exchange) as unfinished:
+        place = on_main(exchange, "trying to write a checkpoint", lambda: directory.path)
+        together(exchange, "trying to write a checkpoint", lambda: _write_page(directory, unfinished, contents, place))
+        on_main(exchange, "trying to commit a checkpoint", partial(directory.discard, unfinished))
 
 
 @contextmanager
-def _new_directory(directory: CheckpointDirectory, exchange: Exchange) -> Iterator[Path]:
-    """Gives the path, on rank 0, of a directory for the files of all ranks; it is removed if the `with` fails. Collective."""
-    new = on_main(exchange, "making a directory for a checkpoint", lambda: directory.path / directory.begin())
+def _new_directory(directory: CheckpointDirectory, exchange: Exchange) -> Iterator[str]:
+    """Gives the name of a directory for the files of all ranks, which is removed if the `with` fails. Collective."""
+    unfinished = on_main(exchange, "making a directory for a checkpoint", directory.begin)
     try:
-        yield new
+        yield unfinished
     except BaseException:
         directory.frozen = None  # it may have been in that directory
         if collectives.is_main_rank():
-            directory.abandon(new.name)
+            directory.abandon(unfinished)
         raise
 
 
-@contextmanager
-def _seen_here(directory: CheckpointDirectory, new: Path) -> Iterator[Path]:
-    """Gives the path of `new` on this rank, and says within that the ranks must share it, where that may be what is wrong."""
+def _write_page(directory: CheckpointDirectory, unfinished: str, contents: Contents, place: Path) -> None:
+    """Writes a page into the directory that rank 0 has just made in `place`, as it sees it."""
+    if contents.failure is not None:
+        raise contents.failure
+    path = directory.path / unfinished / file_names(collectives.rank())[0]
     try:
-        yield directory.path / new.name
+        directory.disk.write_file(path, [memoryview(bytes(_TRIAL_BYTES))], _TRIAL_BYTES)
     except FileNotFoundError as error:
         if collectives.is_main_rank():
             raise
-        raise CheckpointError(
-            f"ranks must share one directory, got {str(directory.path)!r} here and {str(new.parent)!r} on rank 0; {error}"
-        ) from error
+        seen = f"{str(directory.path)!r} here and {str(place)!r} on rank 0"
+        raise CheckpointError(f"ranks must share one directory, got {seen}; {error}") from error
 
 
-def _write_page(directory: CheckpointDirectory, new: Path, contents: Contents) -> None:
-    if contents.failure is not None:
-        raise contents.failure
-    with _seen_here(directory, new) as path:
-        page = path / file_names(collectives.rank())[0]
-        directory.disk.write_file(page, [memoryview(bytes(_TRIAL_BYTES))], _TRIAL_BYTES)
-
-
-def _write(directory: CheckpointDirectory, new: Path, contents: Contents) -> dict[str, FileRecord]:
+def _write(directory: CheckpointDirectory, unfinished: str, contents: Contents) -> dict[str, FileRecord]:
     """Writes this rank's files, its frozen weights only if the newest checkpoint refers to others."""
     if contents.failure is not None:
         raise contents.failure
-    with _seen_here(directory, new) as path:
-        return _write_files(directory, path, contents)
-
-
-def _write_files(directory: CheckpointDirectory, path: Path, contents: Contents) -> dict[str, FileRecord]:
-    disk = directory.disk
+    disk, path = directory.disk, directory.path / unfinished
     index_name, tensors_name = file_names(collectives.rank())
     record, notes = write_tensors(disk, path / tensors_name, contents.pieces)
     index_of, files, frozen = {"objects": contents.trees, "tensors": notes}, {tensors_name: record}, directory.frozen

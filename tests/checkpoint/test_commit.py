@@ -24,7 +24,7 @@ from ignite.engine import Events
 
 import ignite_train
 from ignite_train import CheckpointError, TrainEvents, checkpoint
-from ignite_train.checkpoint.directory import CheckpointDirectory
+from ignite_train.checkpoint.directory import CheckpointDirectory, Contents, try_out
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.tree import TreeEncoder
@@ -1028,11 +1028,26 @@ def test_ranks_that_do_not_share_the_directory(tmp_path):
     first, second = run_ranks(_one_rank_has_another_directory, tmp_path)
 
     assert first == second
-    seen = [str(tmp_path / f"host-{rank}") for rank in range(2)]
-    words = (
-        f"rank 1, CheckpointError: ranks must share one directory, got {seen[1]!r} here and {seen[0]!r} on rank 0; [Errno 2] No"
-    )
-    assert words in first, first
+    assert "rank 1, FileNotFoundError" in first
+
+
+def _tries_another_directory(directory: Path) -> str:
+    own = CheckpointDirectory(directory / f"host-{collectives.rank()}", QuickDisk())
+    try:
+        try_out(own, Contents({}, {}), collectives.gather_objects)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_do_not_share_the_directory_are_told_where_each_looks(tmp_path):
+    """Before the first update; nothing is left."""
+    first, second = run_ranks(_tries_another_directory, tmp_path)
+
+    assert first == second
+    seen = f"got '{tmp_path}/host-1' here and '{tmp_path}/host-0' on rank 0; [Errno 2] No such file"
+    assert f"failed: rank 1, CheckpointError: ranks must share one directory, {seen}" in first
+    assert names(tmp_path / "host-0") == []
 
 
 class Elsewhere(QuickDisk):
