@@ -356,13 +356,9 @@ def attached(engine: Engine) -> list[tuple[Any, Any, tuple[Any, ...]]]:
     found: list[tuple[Any, Any, tuple[Any, ...]]] = []
     for event, entries in handlers_by_event(engine).items():
         for handler, args, kwargs in entries:
-            found.append((event, inspect.unwrap(handler), _given(args, kwargs)))
+            given = args[1:] if args and isinstance(args[0], weakref.ref) else args  # such a reference is to the engine
+            found.append((event, inspect.unwrap(handler), (*given, *kwargs.values())))
     return found
-
-
-def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a handler is called with apart from the engine, to which it holds a reference where it takes one."""
-    return (*(args[1:] if args and isinstance(args[0], weakref.ref) else args), *kwargs.values())
 
 
 def attachables(*engines: Engine) -> list[Attachable]:
@@ -381,16 +377,11 @@ def scores_of(handlers: Iterable[object]) -> list[tuple[Engine, str | None, str 
     return [score for one in handlers if isinstance(one, Attachable) for score in one.scores()]
 
 
-def occasions(engine: Engine) -> Iterator[tuple[Any, str, str, tuple[Any, ...]]]:
-    """The handlers that are attached to an engine of ours, in the order in which those of an event are called.
-
-    Yields:
-        Each with the name of its event, its filter in words, and its arguments apart from the engine.
-    """
+def occasions(engine: Engine) -> Iterator[tuple[Any, str, str]]:
+    """The handlers that are attached to an engine of ours: each with the name of its event, and its filter in words."""
     for event, entries in handlers_by_event(engine).items():
-        for handler, args, kwargs in entries:
-            name = event.name if isinstance(event, EventEnum) else str(event)
-            yield inspect.unwrap(handler), name, _filter_in_words(handler), _given(args, kwargs)
+        for handler, _, _ in entries:
+            yield inspect.unwrap(handler), event.name if isinstance(event, EventEnum) else str(event), _filter_in_words(handler)
 
 
 def _filter_in_words(handler: Any) -> str:

@@ -12,7 +12,7 @@ from ignite.metrics import GpuInfo
 from torch import nn
 
 from ignite_train.data.description import dealt_order
-from ignite_train.engine.dispatch import Attachable, is_of_library, occasions
+from ignite_train.engine.dispatch import Attachable, attached, is_of_library, occasions
 from ignite_train.evaluation.uneven_metrics import published_metric
 from ignite_train.ranks.unlike_ranks import Description, described_parameters, names_in_order
 from ignite_train.ranks.wrapping import own_buffers, own_parameters
@@ -81,8 +81,7 @@ def _described_handlers(trainer: Trainer) -> dict[str, str]:
     """How many handlers of each class all ranks must attach, when these are called, and how often our own ones meet."""
     owners: dict[int, Any] = {}
     found: dict[str, list[str]] = {}
-    entered = ((function, "", "", ()) for function in trainer.on_enter)
-    for function, event, event_filter, _ in [*occasions(trainer), *entered]:
+    for function, event, event_filter in [*occasions(trainer), *((function, "", "") for function in trainer.on_enter)]:
         for owner in (function, function.__self__ if isinstance(function, MethodType) else None):
             if isinstance(owner, Attachable) and owner.is_collective:
                 owners[id(owner)] = owner
@@ -100,12 +99,12 @@ def _described_handlers(trainer: Trainer) -> dict[str, str]:
 def _orders(trainer: Trainer) -> dict[str, list[str]]:
     """What waits for other ranks at an event, and what travels with each update: it meets what has its place there."""
     found: dict[str, list[str]] = {}
-    for function, event, event_filter, args in occasions(trainer):
+    for (_, function, args), (_, event, _) in zip(attached(trainer), occasions(trainer), strict=True):
+        place = f"what waits for other ranks at {event}"
         owner = function.__self__ if isinstance(function, MethodType) else function
+        published = published_metric(function, args)
         if isinstance(owner, Attachable) and owner.is_collective:
-            found.setdefault(event, []).append(type(owner).__name__)
-        elif (published := published_metric(function, args)) and not isinstance(published[1], GpuInfo):  # it asks the driver
-            (name, metric), when = published, "" if event_filter == "always" else f" ({event_filter})"
-            found.setdefault(event, []).append(f"{type(metric).__name__} {name!r}{when}")
-    orders = {f"what waits for other ranks at {event}": names for event, names in found.items()}
-    return orders | {"what travels with each update": [type(piggyback).__name__ for piggyback in trainer.piggybacks]}
+            found.setdefault(place, []).append(type(owner).__name__)
+        elif published is not None and not isinstance(published[1], GpuInfo):  # which asks the driver
+            found.setdefault(place, []).append(f"{type(published[1]).__name__} {published[0]!r}")
+    return found | {"what travels with each update": [type(piggyback).__name__ for piggyback in trainer.piggybacks]}
