@@ -41,7 +41,7 @@ def start_description(trainer: Trainer) -> Description:
     description |= _limits(trainer) | _described_handlers(trainer)
     model, in_order = trainer.parts.get("model"), _orders(trainer)
     if isinstance(model, nn.Module):
-        wrapped = update.get("model", model)
+        wrapped = update["gather"].passes.model if "gather" in update else model
         own = own_parameters(wrapped)
         description |= described_parameters(model, own)
         in_order |= names_in_order(model, {*own, *own_buffers(wrapped)})

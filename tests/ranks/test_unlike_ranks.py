@@ -431,6 +431,19 @@ def test_what_only_writes_may_be_on_one_rank(tmp_path: Path) -> None:
     assert run_ranks(train, partial(own_handlers, directory=tmp_path)) == ["", ""]
 
 
+def with_tensors_of_its_own(rank: int) -> Trainer:
+    model, own = nn.Sequential(cuts.linear()), f"of_rank_{rank}"
+    model[0].register_buffer(own, torch.zeros(2 + rank))
+    model[0].register_parameter(f"also_{own}", nn.Parameter(torch.zeros(2 + rank)))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [f"0.{own}", f"0.also_{own}"])
+    return make(DistributedDataParallel(model))
+
+
+def test_what_the_wrapper_ignores_may_differ() -> None:
+    """It crosses no ranks, and stands at no place that others must know."""
+    assert run_ranks(train, with_tensors_of_its_own) == ["", ""]
+
+
 def run_on_unlike() -> str:
     """A second run in which rank 1 has reached its limit, without what compares the ranks when a run starts."""
     trainer, loader = make(protect=False), cuts.shard([[2], [2]])
