@@ -31,6 +31,7 @@ from ignite_train.engine.dispatch import Stateful
 from ignite_train.errors import CheckpointError
 from ignite_train.evaluation.load_metric import load_metric
 from ignite_train.internals.of_torch import LATEST_RATES, parts_of_schedule, pytree
+from ignite_train.model.memory_layout import own_memory
 from ignite_train.model.optimizers import each_optimizer
 from ignite_train.model.random_state import check_generators, restore_random_state, seed_new_rank
 from ignite_train.ranks import collectives
@@ -167,7 +168,8 @@ class RunState:
         for module, buffers in self._objects.buffers().items() if not self._is_new else ():
             saved = self._states["buffers"].get(module, {})
             for name in (name for name in buffers if name in saved):
-                buffers[name].copy_(saved[name])
+                own = own_memory(buffers[name])
+                own.copy_(saved[name][tuple(slice(size) for size in own.shape)])
 
     def _sources(self, reader: CheckpointReader, source: int) -> dict[str, int]:
         """Which rank wrote each state that this one takes: `source`, or rank 0 what is the same on all ranks."""
