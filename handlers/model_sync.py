@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
@@ -24,7 +27,7 @@ class ModelSync(Handler):
     `reduction="explicit"` and with `DistributedDataParallel(broadcast_buffers=False)`. An evaluator of `create_evaluator` takes
     those of rank 0; any other engine evaluates another model on each rank. This handler puts the statistics of all ranks in
     their place: the mean of the means, and the variance of the samples of all ranks together, as if each rank had seen equally
-    many. Other buffers are taken from rank 0.
+    many. Other buffers are those of rank 0 in the evaluation; after that of `create_evaluator` each rank has its own again.
 
     Training does not depend on running statistics. They continue from what they are set to, the same on all ranks. Parameters
     are equal on all ranks by the way in which they are trained, which `StateConsistency` checks. In a single process it does
@@ -55,22 +58,34 @@ class ModelSync(Handler):
         check_evaluator(evaluator)
         self._model = trainer.model
         if isinstance(evaluator, Evaluator):
-            evaluator.on_enter.insert(0, lambda _: self())
+            evaluator.run_within(self._averaged, first=True)
         else:
             evaluator.add_event_handler(Events.STARTED, lambda: self())
 
     def __call__(self) -> None:
         """Makes them equal now. Collective: one all-reduce, and a broadcast for each other buffer."""
-        model = self._model
-        if model is None or collectives.world_size() == 1:
-            return
-        norms = [module for module in model.modules() if isinstance(module, RunningNorm) and module.running_mean is not None]
-        if norms:
-            _average([(norm.get_buffer("running_mean"), norm.get_buffer("running_var")) for norm in norms])
-        averaged = {id(norm.running_mean) for norm in norms} | {id(norm.running_var) for norm in norms}
-        for buffer in model.buffers():
-            if id(buffer) not in averaged:
-                collectives.broadcast(buffer)
+        averaged = self._average()
+        if self._model is not None and collectives.world_size() > 1:
+            for buffer in self._model.buffers():
+                if id(buffer) not in averaged:
+                    collectives.broadcast(buffer)
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Statistics stay; the evaluator itself gives all ranks the other buffers of rank 0, and then each rank its own."""
+        self._average()
+        yield
+
+    def _average(self) -> set[int]:
+        """Averages the statistics of the model, and returns the numbers of these buffers."""
+        if self._model is None or collectives.world_size() == 1:
+            return set()
+        modules = self._model.modules()
+        norms = [module for module in modules if isinstance(module, RunningNorm) and module.running_mean is not None]
+        statistics = [(norm.get_buffer("running_mean"), norm.get_buffer("running_var")) for norm in norms]
+        if statistics:
+            _average(statistics)
+        return {id(buffer) for pair in statistics for buffer in pair}
 
 
 def _average(statistics: list[tuple[Tensor, Tensor]]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -31,6 +32,7 @@ from ignite_train.forward import TERM, Forward, ForwardOutput, as_forward_output
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.in_full import in_full, put_entries_back
 from ignite_train.model.loss_declaration import FirstLook
+from ignite_train.model.modes import modes_of, set_modes
 from ignite_train.model.precision import Precision, PrecisionName
 from ignite_train.other_words import answers_other_words, made_by
 from ignite_train.ranks import collectives
@@ -78,14 +80,18 @@ class Evaluator(Loop):
         self.transfer, self.precision = ToDevice(device), Precision(precision, device)
         self.statistics = Statistics(device, counts=self.data_ranks.counts)
         self._limit: int | None = None
-        self._contexts = ExitStack()  # of the running evaluation
-        self.on_enter.append(lambda _: collectives.broadcast_buffers(this.model))
+        self._around: list[Callable[[], AbstractContextManager[Any]]] = [lambda: collectives.buffers_of_first_rank(this.model)]
         self._is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self._uneven: Uneven = "replay" if uneven == "all" and self._is_sharded else uneven
 
-    def run_within(self, make_context: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Has each run be inside a `with` of its own. Several are left in the reverse order, as nested ones are."""
-        self.on_enter.append(lambda _: self._contexts.enter_context(make_context()))
+    def run_within(self, make_context: Callable[[], AbstractContextManager[Any]], *, first: bool = False) -> None:
+        """Has each run be inside a `with` of its own. Several are nested, and the eval mode is inside all of them.
+
+        Args:
+            make_context: gives a context manager for each run.
+            first: whether it is around those that are there, and so around the buffers of rank 0; otherwise it is inside them.
+        """
+        self._around.insert(0 if first else len(self._around), make_context)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.model).__name__}, {self.precision.name})"
@@ -130,19 +136,21 @@ class Evaluator(Loop):
         self.statistics = Statistics(
             self.statistics.device, counts=self.data_ranks.counts
         )  # without the logs of another run, which would be published as 0
-        training = [module for module in self.model.modules() if module.training]
+        self._run_inside(self._around, loader)
+        return self.state
 
-        def put_back() -> None:
-            for module in training:
-                module.training = True
-
+    def _run_inside(self, contexts: Sequence[Callable[[], AbstractContextManager[Any]]], loader: Iterable[Any]) -> None:
+        """Runs it in these contexts, and innermost in eval mode: a module may compute something from its weights there."""
+        if contexts:
+            with contexts[0]():
+                self._run_inside(contexts[1:], loader)
+            return
+        modes = modes_of(self.model)
         try:
             self.model.eval()
-            with self._contexts:
-                super().run(loader)
+            super().run(loader)
         finally:
-            in_full(put_back)
-        return self.state
+            in_full(partial(set_modes, modes))
 
     def _expected_length(self, data: Iterable[Any]) -> int | None:
         """Micro-batches of this rank; other ranks may have more or fewer."""
@@ -324,8 +332,9 @@ def create_evaluator(
 ) -> Evaluator:
     """Makes an engine that evaluates `model`.
 
-    The model is put into eval mode for the run; afterwards each module is back in the mode that it had. A model in
-    DistributedDataParallel is run without its wrapper, after the buffers of rank 0 were copied to all ranks.
+    The model is put into eval mode for the run by its `eval()`; afterwards each module is back, by its `train()`, in the mode
+    that it had. A model in DistributedDataParallel is run without its wrapper. All ranks have the buffers of rank 0 in the run,
+    and afterwards their own again, so that an evaluation changes nothing in the training.
 
     Args:
         model: the model; it may be the one that is being trained.

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from ignite_train.internals.of_torch import pytree
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.in_full import in_full
 from ignite_train.model.loss_declaration import check_declaration
+from ignite_train.model.modes import modes_of, set_modes
 from ignite_train.model.precision import Precision
 from ignite_train.state import EvaluatorState
 
@@ -245,16 +247,9 @@ def _piece(micro_batch: Any, first: int, last: int) -> Any:
 
 @contextmanager
 def _modes(model: nn.Module, trained: Iterable[nn.Module]) -> Iterator[None]:
-    before = {module: module.training for module in model.modules()}
-    chosen = {id(module) for module in trained}
-
-    def put_back() -> None:
-        for module, mode in before.items():
-            module.training = mode
-
+    before = modes_of(model)
     try:
-        for module in before:
-            module.training = id(module) in chosen
+        set_modes(modes_of(model, trained))
         yield
     finally:
-        in_full(put_back)
+        in_full(partial(set_modes, before))

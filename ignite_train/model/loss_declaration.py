@@ -352,7 +352,7 @@ def _apart(modules: Sequence[nn.Module]) -> Iterator[None]:
     mode = _Apart()
     try:
         for module in modules:
-            module.training = False
+            module.training = False  # without `train()`, which may write into weights; they are put back by attribute too
         with (
             # made here, since it is in force from then on
             torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext(),

@@ -6,8 +6,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import ignite.distributed as idist
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ignite_train.internals.of_distributed import process_groups, sequence_number_of
-from ignite_train.model.memory_layout import as_bytes
+from ignite_train.model.in_full import in_full
+from ignite_train.model.memory_layout import as_bytes, own_memory
 
 __all__ = [
     "StartedSum",
     "any_rank",
     "broadcast",
-    "broadcast_buffers",
+    "buffers_of_first_rank",
     "collectives_begun",
     "end_process",
     "everyones",
@@ -197,12 +198,31 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
         tensor.copy_(values)
 
 
-def broadcast_buffers(module: nn.Module) -> None:
-    """Gives every rank the buffers of rank 0 (running statistics of BatchNorm, say). Blocking; nothing in a single process."""
-    if world_size() > 1:
-        for buffer in module.buffers():
-            if not isinstance(buffer, DTensor):
-                broadcast(buffer)
+@contextmanager
+def buffers_of_first_rank(module: nn.Module) -> Iterator[None]:
+    """In this `with` every rank has the buffers of rank 0 (running statistics of BatchNorm, say), and afterwards its own.
+
+    A buffer that was the same as on rank 0 keeps what is written into it meanwhile. Entering it is collective and blocking: a
+    broadcast for each buffer, and a look at its values (sync). It needs memory for a copy of the buffers that differ. Nothing
+    in a single process.
+    """
+    buffers = [one.detach() for one in module.buffers() if not isinstance(one, DTensor)] if world_size() > 1 else []
+    own: list[tuple[Tensor, Tensor]] = []
+
+    def put_back() -> None:
+        for memory, values in own:
+            memory.copy_(values)
+
+    try:
+        for buffer in buffers:
+            memory = own_memory(buffer)
+            own.append((memory, memory.clone()))
+            broadcast(buffer)
+            if torch.equal(*own[-1]):
+                own.pop()
+        yield
+    finally:
+        in_full(put_back)
 
 
 def collectives_begun() -> int:
