@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from types import MethodType
 from typing import Any, Literal
 
 from ignite.engine import Engine, Events, RemovableEventHandle
+from ignite.metrics import Metric
 
 from ignite_train.arguments import COUNT, MAPPING, NUMBER, TEXT, check_fields, optional, whole_number
-from ignite_train.engine.dispatch import append_handler, attached, is_of_library, scores_of, stateful_handlers
+from ignite_train.engine.dispatch import append_handler, is_of_library, scores_of, stateful_handlers, without_handlers
 from ignite_train.engine.limits import checked_loader, is_read_once, refuse_used_iterator
 from ignite_train.evaluation.evaluator import Evaluator, kept_state
 from ignite_train.events import Event
@@ -24,6 +26,13 @@ __all__ = ["Validation"]
 
 _logger = logging.getLogger(__name__)
 _LOADER = "Validation's loader"
+_BEFORE_FORWARD = (
+    Events.STARTED,
+    Events.EPOCH_STARTED,
+    Events.GET_BATCH_STARTED,
+    Events.GET_BATCH_COMPLETED,
+    Events.ITERATION_STARTED,
+)
 
 
 class Validation(Handler):
@@ -43,7 +52,9 @@ class Validation(Handler):
             best, NaN never.
         sanity: before the first update, evaluate this many micro-batches, so that an error in the evaluation, or a score that
             this handler, `EarlyStopping`, `ReduceOnPlateau` or `Checkpoint` misspells, is found at once; 0: do not. The result
-            is dropped, handlers of the evaluator's COMPLETED do not run, and random numbers are restored.
+            is dropped, and random numbers are restored. Of the evaluator's handlers those of the library and the metrics of
+            Ignite are called, except at COMPLETED, and no others, so that none keeps or counts the result. Where one of the
+            others runs before forward, which may need it, there is no such evaluation.
 
     Attributes:
         best: the best score so far, or None.
@@ -176,11 +187,14 @@ class Validation(Handler):
             kept_random_state(owners),
             trainer.section("evaluation"),
             append_handler(evaluator, Events.EPOCH_COMPLETED, self._skip_completed),
+            without_handlers(evaluator, self._is_left_out) as left_out,
         ):
+            if any(event in _BEFORE_FORWARD for event in left_out):
+                return
             try:
                 metrics = self._evaluate(epoch_length=self.sanity)
                 for name in dict.fromkeys((self.score, *(name for name, _ in self._scores_of_others(trainer)))):
-                    if name in metrics or not self._publishes_at_its_end():
+                    if name in metrics or not left_out:  # one that is left out may publish it
                         score_in(metrics, name)
             except Exception as error:
                 error.add_note(
@@ -189,10 +203,11 @@ class Validation(Handler):
                 )
                 raise
 
-    def _publishes_at_its_end(self) -> bool:
-        """Whether a metric may be published by a handler of COMPLETED, which the rehearsal leaves out."""
-        at_end = [handler for event, handler, _ in attached(self.evaluator) if event == Events.COMPLETED]
-        return not all(is_of_library(handler) for handler in at_end)
+    def _is_left_out(self, event: Any, handler: Any) -> bool:
+        """Whether the rehearsal must not reach a handler, which may keep what it is shown, such as the best weights."""
+        owner = handler.__self__ if isinstance(handler, MethodType) else handler
+        is_metric = isinstance(owner, Metric) and event != Events.COMPLETED
+        return not (owner is self or is_metric or is_of_library(handler))
 
     def _scores_of_others(self, trainer: Trainer | None) -> list[tuple[str, str]]:
         """The metrics that other handlers need of this evaluator, each with its mode."""

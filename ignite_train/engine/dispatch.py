@@ -9,6 +9,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -27,6 +28,7 @@ from ignite_train.internals.of_ignite import (
     handlers_by_event,
     registered_events,
 )
+from ignite_train.model.in_full import in_full
 from ignite_train.other_words import answers
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "occasions",
     "scores_of",
     "stateful_handlers",
+    "without_handlers",
 ]
 
 _FILTER = "event_filter"  # the attribute of a handler with a filter that is the filter
@@ -400,6 +403,36 @@ def is_of_library(handler: Any) -> bool:
     """Whether a handler is one of ours, and no function or class of the script's or of another library."""
     owner = handler.__self__ if isinstance(handler, types.MethodType) else handler
     return str(owner.__module__).startswith("ignite_train.")
+
+
+@contextmanager
+def without_handlers(engine: Engine, left_out: Callable[[Any, Any], bool]) -> Iterator[list[Any]]:
+    """In this `with` an engine calls some of its handlers only. Afterwards each is in its place again.
+
+    Args:
+        engine: ours, or a stock one of Ignite. Nothing may be attached to it, or removed, within the `with`.
+        left_out: whether a handler is not called, given its event and itself without a filter.
+
+    Yields:
+        The events of the handlers that are left out.
+    """
+    before = [(event, entries, [*entries]) for event, entries in handlers_by_event(engine).items()]
+
+    def put_back() -> None:
+        for _, entries, all_of_them in before:
+            entries[:] = all_of_them
+
+    try:
+        for event, entries, all_of_them in before:
+            entries[:] = [entry for entry in all_of_them if not left_out(event, _unfiltered(entry[0]))]
+        yield [event for event, entries, all_of_them in before if len(entries) < len(all_of_them)]
+    finally:
+        in_full(put_back)
+
+
+def _unfiltered(handler: Any) -> Any:
+    """A handler without a filter; a method stays one, also where it is decorated, as those of metrics are."""
+    return inspect.unwrap(handler, stop=lambda one: isinstance(one, types.MethodType))
 
 
 def stateful_handlers(engine: Engine) -> dict[str, Stateful]:

@@ -389,7 +389,7 @@ def test_validation_once_an_update() -> None:
     evaluator.add_event_handler(Events.STARTED, lambda: at.append(trainer.state.iteration))
     Validation(evaluator, DATA).attach(trainer, Events.ITERATION_COMPLETED(every=3) | Events.EPOCH_COMPLETED)
     trainer.run(DATA, max_epochs=2)
-    assert at == [0, 3, 6, 9, 12], "the first is the rehearsal"
+    assert at == [3, 6, 9, 12]
 
 
 def test_whether_the_latest_validation_was_the_best_is_known_after_a_resume(tmp_path: Path) -> None:
