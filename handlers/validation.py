@@ -12,7 +12,14 @@ from ignite.engine import Engine, Events, RemovableEventHandle
 from ignite.metrics import Metric
 
 from ignite_train.arguments import COUNT, MAPPING, NUMBER, TEXT, check_fields, optional, whole_number
-from ignite_train.engine.dispatch import append_handler, is_of_library, scores_of, stateful_handlers, without_handlers
+from ignite_train.engine.dispatch import (
+    append_handler,
+    attached,
+    is_of_library,
+    scores_of,
+    stateful_handlers,
+    without_handlers,
+)
 from ignite_train.engine.limits import checked_loader, is_read_once, refuse_used_iterator
 from ignite_train.evaluation.evaluator import Evaluator, kept_state
 from ignite_train.events import Event
@@ -42,8 +49,8 @@ class Validation(Handler):
     same update, such as the end of an epoch and every N updates, it validates once.
 
     Args:
-        evaluator: from `create_evaluator`, or any other engine of Ignite whose metrics are equal on all ranks. What is attached
-            to it and has a state, such as `EarlyStopping`, is in the checkpoints of the run.
+        evaluator: from `create_evaluator`, or any other engine of Ignite whose metrics are equal on all ranks; one for each
+            loader. What is attached to it and has a state, such as `EarlyStopping`, is in the checkpoints of the run.
         loader: held-out micro-batches; the ranks' shares may differ. An iterator serves for one validation.
         score: the metric that decides which parameters are best; None: the one that the other handlers of this evaluator, such
             as `EarlyStopping` and `Checkpoint`, follow where they follow one alone, and otherwise the loss.
@@ -100,7 +107,17 @@ class Validation(Handler):
         self._read: Iterable[Any] | None = None  # the loader of the latest validation
 
     def attach(self, trainer: Trainer, event: Event = Events.EPOCH_COMPLETED) -> RemovableEventHandle:
-        """Validates at `event`, before the handlers there that `add_event_handler` adds, whatever the order of attaching."""
+        """Validates at `event`, before the handlers there that `add_event_handler` adds, whatever the order of attaching.
+
+        Raises:
+            ValueError: another `Validation` of `trainer` has the same evaluator.
+        """
+        others = [one for _, one, _ in attached(trainer) if isinstance(one, Validation) and one is not self]
+        if any(one.evaluator is self.evaluator for one in others):
+            raise ValueError(
+                "evaluator must be that of one Validation, got one that another Validation runs, so that their results would "
+                "have the same names; make a second evaluator with create_evaluator for each loader"
+            )
         if is_read_once(self.loader):
             if event is Events.EPOCH_COMPLETED:
                 trainer.add_event_handler(Events.STARTED, self._refuse_iterator)

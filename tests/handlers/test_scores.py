@@ -508,7 +508,8 @@ def test_a_resume_in_the_other_direction_is_refused(handler: str, tmp_path: Path
 
     def job(mode: Any) -> Scripted:
         made = Scripted([3.0, 2.0, 1.0])
-        made.validate()
+        if handler != "Validation":
+            made.validate()
         scheduler = ReduceLROnPlateau(made.optimizer, mode=mode)
         if handler == "EarlyStopping":
             EarlyStopping(made.evaluator, patience=9, mode=mode).attach(made.trainer)

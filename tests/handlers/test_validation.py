@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 from ignite.engine import Engine, Events
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import cuts
 from ignite_train import Trainer, create_evaluator, create_trainer
-from ignite_train.handlers import Checkpoint, Validation
+from ignite_train.handlers import Checkpoint, EarlyStopping, JsonLines, TensorBoard, Validation
 
 DATA, HELD_OUT = cuts.cut(cuts.samples(), [8, 8, 8]), cuts.cut(cuts.samples(seed=1), [8, 4])
 ONCE = (Events.EPOCH_COMPLETED, Events.COMPLETED, Events.ITERATION_COMPLETED(once=9))
@@ -168,3 +170,51 @@ def test_generators_that_are_none_are_refused() -> None:
     state = validation.state_dict()
     with pytest.raises(ValueError, match=r"state_dict\['generators'\] must be a mapping, got 3"):
         validation.load_state_dict({**state, "generators": 3})
+
+
+# --- several loaders --------------------------------------------------------------------------------------------------------
+
+
+def test_two_validations_of_one_evaluator_are_refused() -> None:
+    """Their results would have the same names. One may be at two events, or follow one that was removed."""
+    trainer = make()
+    evaluator = create_evaluator(trainer.model, cuts.forward)
+    first, second = Validation(evaluator, HELD_OUT), Validation(evaluator, DATA)
+    first.attach(trainer, Events.EPOCH_COMPLETED(every=2))
+    first.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    for one in (second, Validation(evaluator, HELD_OUT)):
+        says = r"^evaluator must be that of one Validation, .*; make a second evaluator with create_evaluator for each loader$"
+        with pytest.raises(ValueError, match=says):
+            one.attach(trainer)
+    other = make()
+    evaluator = create_evaluator(other.model, cuts.forward)
+    handle = Validation(evaluator, HELD_OUT).attach(other)
+    handle.remove()
+    Validation(evaluator, DATA).attach(other)
+    Validation(evaluator, HELD_OUT).attach(make())  # of another stage, say
+
+
+def test_each_loader_has_its_own_evaluator_and_names(tmp_path: Path) -> None:
+    """In the log, in TensorBoard, and for what stops early and keeps the best."""
+    trainer, logged = make(), list[tuple[float, float]]()
+    near, far = (create_evaluator(trainer.model, cuts.forward) for _ in range(2))
+    log, points = JsonLines(tmp_path / "log"), TensorBoard(tmp_path / "points")
+    for evaluator, loader, name in ((near, HELD_OUT, "near"), (far, DATA, "far")):
+        Validation(evaluator, loader).attach(trainer)
+        log.attach(trainer, Events.EPOCH_COMPLETED, evaluator=evaluator, tag=name)
+        points.attach(trainer, Events.EPOCH_COMPLETED, evaluator=evaluator, tag=name)
+    stopping, checkpoint = EarlyStopping(far, patience=9), Checkpoint(tmp_path / "run", score="loss")
+    stopping.attach(trainer)
+    checkpoint.attach(trainer, evaluator=far)
+    trainer.add_event_handler(
+        Events.EPOCH_COMPLETED, lambda: logged.append((near.state.metrics["loss"], far.state.metrics["loss"]))
+    )
+    trainer.run(DATA, max_epochs=2)
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    read = EventAccumulator(str(tmp_path / "points")).Reload()
+    for number, name in enumerate(("near", "far")):
+        expected = [pair[number] for pair in logged]
+        assert [line[f"{name}/loss"] for line in lines if f"{name}/loss" in line] == expected
+        assert [point.value for point in read.Scalars(f"{name}/loss")] == pytest.approx(expected, rel=1e-6)
+    assert logged[-1][0] == pytest.approx(by_hand(DATA * 2))
+    assert stopping.best == checkpoint.best.score == min(one for _, one in logged)  # type: ignore[union-attr]
