@@ -1314,7 +1314,7 @@ def scored(attach: Callable[[Trainer, Any], Any], data: Any = DATA) -> tuple[Tra
 MISSPELT: dict[str, Callable[[Trainer, Any], Any]] = {
     "EarlyStopping": lambda trainer, one: EarlyStopping(one, "los", patience=2, mode="min").attach(trainer),
     "Checkpoint": lambda trainer, one: Checkpoint("runs", score="los", mode="min").attach(trainer, evaluator=one),
-    "Validation": lambda trainer, one: Validation(one, DATA, score="los", mode="min").attach(trainer),
+    "Validation": lambda trainer, _: Validation(evaluator(), DATA, score="los", mode="min").attach(trainer),
 }
 
 
