@@ -26,13 +26,14 @@ from control_c import at_each_place, pressed, unlike
 from ignite_train import ForwardOutput, UpdateOptions, create_evaluator, create_trainer, deterministic
 from ignite_train.checkpoint import capture, run_objects
 from ignite_train.data import position
+from ignite_train.engine import dispatch
 from ignite_train.evaluation import evaluator as evaluators
 from ignite_train.evaluation import uneven_metrics
 from ignite_train.fast.folded_step import FoldedStep
 from ignite_train.handlers import ModelEMA, OptimizerModes, StepTimer, StopOnSignal, Validation, predict
 from ignite_train.kinds_of_handlers import averaging_handler
 from ignite_train.kinds_of_handlers.handler import handle_in_every_nth_update
-from ignite_train.model import check_forward, nonfinite, random_state
+from ignite_train.model import check_forward, modes, nonfinite, random_state
 from ignite_train.model.fused_kernels import FusedKernels
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.in_full import in_full, put_entries_back
@@ -189,7 +190,11 @@ def with_hooks_that_search() -> Case:
 def in_an_evaluation() -> Case:
     model = model_of(mixed=True)
     evaluator = create_evaluator(model, forward)
-    return lambda: evaluator.run(DATA), lambda: modes_of(model), (evaluators.Evaluator.run, nn.Module.eval, nn.Module.train)
+    return (
+        lambda: evaluator.run(DATA),
+        lambda: modes_of(model),
+        (evaluators.Evaluator._run_inside, modes.set_modes, nn.Module.train),
+    )
 
 
 def with_a_kept_state() -> Case:
@@ -362,7 +367,9 @@ def in_a_rehearsal() -> Case:
     trainer, evaluator = create_trainer(model, SGD(model.parameters(), lr=0.1), forward), create_evaluator(model, forward)
     validation = Validation(evaluator, DATA)
     validation.attach(trainer)
-    return lambda: validation._rehearse(trainer), lambda: handlers_of(evaluator), (Validation._rehearse, evaluators.kept_state)
+    evaluator.add_event_handler(Events.EPOCH_COMPLETED, list[Any]().clear)  # is left out of it
+    places = Validation._rehearse, evaluators.kept_state, dispatch.without_handlers
+    return lambda: validation._rehearse(trainer), lambda: handlers_of(evaluator), places
 
 
 def in_a_prediction() -> Case:
