@@ -59,7 +59,9 @@ not compile it."""
 class Mean(NamedTuple):
     """A log that is a mean over the samples of the micro-batch already, such as `{"accuracy": Mean(right.float().mean())}`.
 
-    It weighs as much as the micro-batch, by its `sample_size`. Without this class a number in `logs` is a sum.
+    It weighs as much as the micro-batch, by its `sample_size`, in float64 whatever its dtype is. It is the pair
+    `(value * sample_size, sample_size)`, so micro-batches and ranks that do not return it do not count. Without this class a
+    number in `logs` is a sum.
 
     Attributes:
         value: the mean; a number or a scalar tensor.
@@ -226,25 +228,17 @@ def _with_one_loss(output: ForwardOutput, term_totals: TermTotals) -> ForwardOut
 
 
 def _with_checked_logs(output: ForwardOutput) -> ForwardOutput:
-    """The output, whose logs are sums now, since all that follows adds them up."""
-    logs, has_means = output.logs, False
-    for name, value in logs.items():
+    """The output; each of its logs is a number, a pair or a `Mean`."""
+    for name, value in output.logs.items():
         if name not in _checked_names:
             _check_name(name)
         if type(value) is tuple:
             _check_pair(name, value)
         elif type(value) is Mean:
             _check_number(f"logs[{name!r}]", value.value)
-            has_means = True
         else:
             _check_number(f"logs[{name!r}]", value)
-    if has_means:
-        return output._replace(logs={name: _as_sum(value, output.sample_size) for name, value in logs.items()})
     return output
-
-
-def _as_sum(value: Any, sample_size: Any) -> Any:
-    return value.value * sample_size if type(value) is Mean else value
 
 
 def _checked_loss(loss: Any) -> Tensor:

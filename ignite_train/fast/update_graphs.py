@@ -385,14 +385,14 @@ def _read(returned: Any) -> tuple[Tensor, list[Tensor], tuple[tuple[str, bool], 
     if not isinstance(loss, Tensor):
         raise ForwardContractError(_TERMS)
     loss = loss.reshape(())
-    values, names = [loss, size], []
+    values, names = [_number(loss, loss), _number(size, loss)], []
     for name, value in logs.items():
         if is_published_metric(name):
             raise ForwardContractError(_REFUSED)
-        one = value.value * size if isinstance(value, Mean) else value
-        names.append((name, isinstance(one, tuple)))
-        values.extend(one if isinstance(one, tuple) else [one])
-    return loss, [_number(value, loss) for value in values], tuple(names)
+        names.append((name, isinstance(value, tuple)))
+        numbers = [_number(one, loss) for one in (value if isinstance(value, tuple) else [value])]
+        values.extend([numbers[0] * values[1], values[1]] if isinstance(value, Mean) else numbers)
+    return loss, values, tuple(names)
 
 
 def _number(value: Any, like: Tensor) -> Tensor:

@@ -139,11 +139,11 @@ class _Probe:
     def numbers(self, *cuts: Sequence[int], is_widened: bool = False) -> list[dict[str, float]]:
         """For each cut the loss, the logs by their names, and the sample size under "": no log may have these names.
 
-        Logs that have a denominator are left out. For the arguments see `_Parts.cut`.
+        Logs that have a denominator, or are a `Mean`, are left out. For the arguments see `_Parts.cut`.
         """
         outputs = [self._forward(self.parts.cut(cut, is_widened=is_widened)) for cut in cuts]
         self.is_declared = is_declared(outputs[0])
-        plain = [{name: value for name, value in one.logs.items() if type(value) is not tuple} for one in outputs]
+        plain = [{name: value for name, value in one.logs.items() if not isinstance(value, tuple)} for one in outputs]
         rows = [{"loss": one.loss, "": one.sample_size, **logs} for one, logs in zip(outputs, plain, strict=True)]
         tensors = [torch.as_tensor(value, device=outputs[0].loss.device) for row in rows for value in row.values()]
         if any(one.dtype in (torch.bfloat16, torch.float16) for one in tensors):

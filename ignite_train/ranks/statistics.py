@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ignite_train.device.streams import copy_on
 from ignite_train.device.to_host import ToHost, is_on_host
 from ignite_train.errors import ForwardContractError
-from ignite_train.forward import ForwardOutput
+from ignite_train.forward import ForwardOutput, Mean
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback, RankRequests
 
@@ -168,18 +168,22 @@ class Statistics:
         """Adds one micro-batch. On an accelerator nothing is read back."""
         loss, size, logs, _ = output
         self._count += 1
-        self._sums[0] += size if type(size) is int else self._number(size)
+        sums, size = self._sums, size if type(size) is int else self._number(size)
+        sums[0] = sums[0] + size  # not in place: `mark` has kept a tensor
         if self.on_host:
-            self._sums[1] += loss.item() if type(loss) is Tensor else self._number(loss)
+            sums[1] += loss.item() if type(loss) is Tensor else self._number(loss)
         else:
-            self._sums[1] = _plus(self._sums[1], self._number(loss))
+            sums[1] = _plus(sums[1], self._number(loss))
         if logs:
-            self._add_logs(logs)
+            self._add_logs(logs, size)
 
-    def _add_logs(self, logs: Mapping[str, Any]) -> None:
+    def _add_logs(self, logs: Mapping[str, Any], size: float | Tensor) -> None:
         for name, value in logs.items():
-            if type(value) is tuple:
+            kind = type(value)
+            if kind is tuple:
                 self._add_pair(name, *value)
+            elif kind is Mean:
+                self._add_pair(name, self._number(value.value) * size, size)
             else:
                 self._logs[name] = _plus(self._logs.get(name, 0.0), self._number(value))
 
@@ -455,7 +459,8 @@ def _with_log_weights(totals: Totals) -> Totals:
             weights[name] = value
         elif name in logs:
             raise ForwardContractError(
-                f"logs[{name!r}] must be a pair (sum, denominator) in all micro-batches or in none, and forward returned both"
+                f"logs[{name!r}] must be a pair (sum, denominator) or a Mean in all micro-batches or in none, and forward "
+                "returned a sum too"
             )
         else:
             logs[name] = value

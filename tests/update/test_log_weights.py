@@ -25,6 +25,7 @@ from ignite_train import (
     create_trainer,
 )
 from ignite_train.handlers import TrainingMetrics
+from ignite_train.ranks.statistics import Statistics
 from ranks import run_ranks
 from setups import Setup
 
@@ -283,7 +284,89 @@ def test_a_mean_is_a_mean_in_a_graph() -> None:
     record = trainer.state.update_output
     assert record is not None
     assert record.logs["mean"] == pytest.approx(record.logs["sum"], rel=1e-6)
-    assert record.log_weights == {}
+    assert record.log_weights == {"mean": 8.0}
+
+
+NARROW = {"f16": Tensor([90.0]).half(), "bf16": Tensor([0.30078125]).bfloat16(), "u8": Tensor([200]).byte()}
+
+
+@pytest.mark.parametrize("size", [1000, torch.tensor(200.0).half()], ids=["a number", "a tensor"])
+def test_a_mean_is_weighted_in_wide_numbers(size: Any) -> None:
+    """The products would be infinite, or wrap, or be rounded in the dtype of the mean, as autocast gives it."""
+    means = {name: Mean(value) for name, value in NARROW.items()}
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        return ForwardOutput(cuts.forward(model, micro_batch).loss, size, means)
+
+    model, data = cuts.linear(), cuts.cut(cuts.samples(), [4, 12])
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.0), forward)
+    TrainingMetrics().attach(trainer)
+    for metrics in (trainer.run(data).metrics, create_evaluator(model, forward).run(data).metrics):
+        assert {name: metrics[name] for name in NARROW} == {"f16": 90.0, "bf16": 0.30078125, "u8": 200.0}
+
+
+@pytest.mark.slow
+def test_a_graph_weights_a_mean_in_wide_numbers() -> None:
+    """As without a graph."""
+    means = {name: Mean(value) for name, value in NARROW.items()}
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        return ForwardOutput(cuts.forward(model, micro_batch).loss, 1000, means)
+
+    model = cuts.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    trainer = create_trainer(model, optimizer, forward, compile={"update": True, "backend": "eager"})
+    trainer.run(cuts.cut(cuts.samples(), [8] * 2), max_epochs=1)
+    record = trainer.state.update_output
+    assert record is not None
+    assert record.logs == {"f16": 90_000.0, "bf16": 300.78125, "u8": 200_000.0}
+
+
+def sometimes(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+    """A mean that only micro-batches of more than 8 samples have."""
+    output, x = cuts.forward(model, micro_batch), micro_batch[0]
+    return ForwardOutput(output.loss, len(x), {"first": Mean(x[:, 0].mean())} if len(x) > 8 else {})
+
+
+def test_a_mean_of_some_micro_batches_is_over_their_samples() -> None:
+    """The others count neither above nor below, in an update, an interval of several, and an evaluation."""
+    data, model = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16]), cuts.linear()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), sometimes, accumulation_steps=2)
+    TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=3))
+    expected = float(torch.cat([x[:, 0] for x, _, _ in data if len(x) > 8]).mean())
+    for metrics in (trainer.run(data, max_epochs=1).metrics, create_evaluator(model, sometimes).run(data).metrics):
+        assert metrics["first"] == pytest.approx(expected, rel=1e-9)
+
+
+def mean_on_one_rank() -> tuple[float, float]:
+    """The mean of an evaluation, and of an update, in which rank 0 alone has as many samples."""
+    model = DistributedDataParallel(cuts.linear())
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), sometimes)
+    TrainingMetrics().attach(trainer)
+    data = cuts.shard([[9], [4]])
+    return create_evaluator(model, sometimes).run(data).metrics["first"], trainer.run(data, max_epochs=1).metrics["first"]
+
+
+@pytest.mark.slow
+def test_a_mean_of_one_rank_is_over_its_samples() -> None:
+    """The samples of a rank that does not return it do not count."""
+    expected = float(cuts.samples()[0][:9, 0].mean())
+    for found in run_ranks(mean_on_one_rank):
+        assert found == pytest.approx((expected, expected), rel=1e-9)
+
+
+def test_sums_on_a_device_are_rewound() -> None:
+    """Also of sample sizes that are tensors, which must not be added in place."""
+    statistics = Statistics(torch.device("cpu"))
+    statistics.on_host = False
+    output = ForwardOutput(torch.tensor(2.0), torch.tensor(3), {"mean": Mean(torch.tensor(5.0))})
+    statistics.add(output)
+    mark = statistics.mark()
+    statistics.add(output)
+    statistics.rewind(mark)
+    totals = statistics.finish(norm=0.0)
+    assert (totals.loss, totals.sample_size) == (2.0, 3.0)
+    assert (totals.logs, totals.log_weights) == ({"mean": 15.0}, {"mean": 3.0})
 
 
 def test_a_mean_is_one_number() -> None:
