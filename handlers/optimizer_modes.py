@@ -32,7 +32,8 @@ class OptimizerModes(Handler):
     for a copy of the weights during the evaluation.
 
     After training the optimizer is in its training mode, which checkpoints hold; call `optimizer.eval()` before you use the
-    model or save it yourself.
+    model or save it yourself. An optimizer that is in its eval mode when an evaluation begins stays there. That is known from
+    the weights, or from an int, a bool or a string among its attributes or in its groups, such as `group["train_mode"]`.
 
     Args:
         optimizer: the trainer's.
@@ -81,22 +82,34 @@ class OptimizerModes(Handler):
 
     @contextmanager
     def _evaluating(self, replicas: Replicas) -> Iterator[None]:
-        """In this `with` the optimizer is in its eval mode; afterwards the weights have the bits that they had."""
+        """In this `with` the optimizer is in its eval mode; afterwards its mode and the bits of the weights are as before."""
         with torch.no_grad():
             kept = [weight.clone() for weight in self._weights()]
+        settings, may_stay = self._settings(), False
+
+        def is_as_before() -> bool:
+            return self._settings() == settings and all(map(torch.equal, self._weights(), kept))
 
         def put_back() -> None:
             self.optimizer.train()
+            if may_stay and not is_as_before():  # `train` has changed something and `eval` had not
+                self.optimizer.eval()
             replicas.have_own_weights = True
             with torch.no_grad():
                 foreach_copy_(self._weights(), kept)
 
         try:
             self.optimizer.eval()
+            may_stay = is_as_before()
             replicas.have_own_weights = False
             yield
         finally:
             in_full(put_back)
+
+    def _settings(self) -> list[dict[str, Any]]:
+        """What may name the mode: plain attributes, and plain entries of the groups."""
+        found = vars(self.optimizer), *self.optimizer.param_groups
+        return [{name: value for name, value in one.items() if isinstance(value, (int, str))} for one in found]
 
     def _weights(self) -> list[Tensor]:
         return local_tensors(weight for group in self.optimizer.param_groups for weight in group["params"])

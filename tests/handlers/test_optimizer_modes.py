@@ -134,6 +134,60 @@ def test_the_evaluator_outlives_its_trainer() -> None:
     assert optimizer.param_groups[0]["train_mode"]
 
 
+class HiddenMode(torch.optim.SGD):
+    """Nothing that it shows tells its modes apart."""
+
+    calls: tuple[str, ...] = ()
+
+    def train(self) -> None:
+        self.calls = (*self.calls, "train")
+
+    def eval(self) -> None:
+        self.calls = (*self.calls, "eval")
+
+
+class OwnMode(ScheduleFreeSGD):
+    """Its mode is an attribute and no entry of its groups."""
+
+    mode = ""
+
+    def train(self) -> None:
+        super().train()
+        self.mode = "train"
+
+    def eval(self) -> None:
+        super().eval()
+        self.mode = "eval"
+
+
+@pytest.mark.parametrize("kind", [ScheduleFreeSGD, OwnMode])
+def test_an_optimizer_in_its_eval_mode_stays_there(kind: type[ScheduleFreeSGD]) -> None:
+    """As after training, where the script has called `eval()`: the second score is the first, and training can go on."""
+    model = cuts.linear()
+    optimizer = kind(model.parameters(), lr=0.05)
+    trainer, evaluator = create_trainer(model, optimizer, cuts.forward), create_evaluator(model, cuts.forward)
+    OptimizerModes(optimizer).attach(trainer, evaluator=evaluator)
+    trainer.run(DATA, max_epochs=1)
+    optimizer.eval()
+    before = bit_by_bit([model.state_dict(), optimizer.state_dict()])
+    scores = [evaluator.run(DATA).metrics["loss"] for _ in range(2)]
+    assert scores == pytest.approx(by_hand()[-1:] * 2)
+    assert bit_by_bit([model.state_dict(), optimizer.state_dict()]) == before
+    optimizer.train()
+    assert evaluator.run(DATA).metrics["loss"] == pytest.approx(scores[0])
+    assert optimizer.param_groups[0]["train_mode"]
+
+
+def test_an_optimizer_that_does_not_show_its_mode_trains_afterwards() -> None:
+    """Nothing has told that it was in its eval mode."""
+    model = cuts.linear()
+    optimizer = HiddenMode(model.parameters(), lr=0.05)
+    trainer, evaluator = create_trainer(model, optimizer, cuts.forward), create_evaluator(model, cuts.forward)
+    OptimizerModes(optimizer).attach(trainer, evaluator=evaluator)
+    evaluator.run(DATA)
+    assert optimizer.calls[-2:] == ("eval", "train")
+
+
 def test_an_evaluation_that_fails_leaves_the_weights_of_training() -> None:
     """The optimizer is back in training mode, with the same bits."""
     trainer, model, optimizer, evaluator, _ = job(validates=False)
