@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,11 +23,12 @@ from ignite_train.checkpoint.mirror import Mirror
 from ignite_train.checkpoint.read_checkpoint import best
 from ignite_train.checkpoint.resume import Resumption, log_how_exact, refuse_unlike_resume
 from ignite_train.checkpoint.retention import Retention
-from ignite_train.checkpoint.run_state import check_contents, restore_model
+from ignite_train.checkpoint.run_state import check_contents, names_in, restore_model
 from ignite_train.checkpoint.saved_run import SavedRun, checked_names, checked_objects
 from ignite_train.checkpoint.writer import GIVE_UP_AFTER, CheckpointWriter
 from ignite_train.engine.dispatch import Stateful, append_handler
 from ignite_train.errors import CheckpointError
+from ignite_train.evaluation.scored_weights import handlers_of_score
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.metrics import score_mode
 from ignite_train.ranks import collectives
@@ -216,7 +217,12 @@ class Checkpoint(Handler):
     def load_best(self) -> BestCheckpoint:
         """Loads the model of the best checkpoint into the model of the run, at the end of a script. Collective.
 
-        Nothing else is loaded: optimizer, counters and handlers stay as training has left them. To train on from the best
+        The model has the weights that were scored. Where the evaluator scores an average (`ModelEMA.use_in`), or the evaluation
+        weights of an optimizer (`OptimizerModes`), these are put into the model, and the handler's average, or the optimizer's
+        state, is that of the best checkpoint too, so that the next evaluation scores the same weights; the optimizer is left in
+        its eval mode. If the checkpoint lacks them, a warning says so, and the model has the weights that were trained.
+
+        Nothing else is loaded: counters and other handlers stay as training has left them. To train on from the best
         checkpoint, pass its path to `trainer.run(resume=...)` in a new script.
 
         Returns:
@@ -235,10 +241,30 @@ class Checkpoint(Handler):
         found = together(collectives.gather_objects, "looking for the best checkpoint", lambda: self.best)[0]
         if found is None:
             raise CheckpointError(f"{self.directory} has no checkpoint with a score; {self._why_no_score()}")
-        model = self._run.objects().modules["model"]
-        together(collectives.gather_objects, f"loading {found.path}", lambda: restore_model(found.path, model))
+        self._load_scored(found)
         self.cadence.note_loaded(self._run.trainer.state.iteration)
         return found
+
+    def _load_scored(self, found: BestCheckpoint) -> None:
+        """Loads the model, and the weights that were scored in its place."""
+        objects, handlers = self._run.objects(), handlers_of_score(self._run.evaluator)
+        states = [objects.of(one.has_weights) for one in handlers]
+        known = together(collectives.gather_objects, f"reading {found.path}", lambda: names_in(found.path))[0]
+        lacking = [one for one, state in zip(handlers, states, strict=True) if not state or not state.keys() <= known]
+        if lacking:
+            handlers, states = (), []
+            if collectives.is_main_rank():
+                _logger.warning(
+                    f"{found.path} has no state of {type(lacking[0]).__name__}, and its score is of weights from there: "
+                    "load_best() has loaded those that were trained, whose score may differ; keep it attached, and out of "
+                    "leave_out"
+                )
+        others = {name: entry for state in states for name, entry in state.items()}
+        restore = partial(restore_model, found.path, objects.modules["model"], others)
+        with ExitStack() as stack:
+            for one in reversed(handlers):  # left in the other order, which is that of an evaluation
+                stack.enter_context(one.left_in())
+            together(collectives.gather_objects, f"loading {found.path}", restore)
 
     def _why_no_score(self) -> str:
         """The cause and the remedy, for a message."""

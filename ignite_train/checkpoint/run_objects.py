@@ -234,6 +234,12 @@ class RunObjects:
             return [(buffer,) for buffer, _ in entry.buffers()]
         return entry.paths_that_may_differ() if isinstance(entry, Attachable) else ()
 
+    def of(self, one: Any) -> dict[str, Stateful]:
+        """The states of a shared object, and of the optimizers inside of it, by their names; none if it has none here."""
+        named = {name: entry.optimizer if isinstance(entry, SavedOptimizer) else entry for name, entry in self.shared.items()}
+        own = next((name for name, entry in named.items() if entry is one), None)
+        return {name: entry for name, entry in self.shared.items() if name == own or name.startswith(f"{own}.")}
+
     def handlers(self) -> list[str]:
         """The names of the handlers among them."""
         prefixes = (HANDLERS, *(f"{name}/{HANDLERS}" for name in self.trainers))

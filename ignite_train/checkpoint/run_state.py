@@ -37,7 +37,7 @@ from ignite_train.model.random_state import check_generators, restore_random_sta
 from ignite_train.ranks import collectives
 from ignite_train.state import Carried, UpdateOutput
 
-__all__ = ["RunState", "check_contents", "restore_model"]
+__all__ = ["RunState", "check_contents", "names_in", "restore_model"]
 
 
 class RunState:
@@ -282,8 +282,19 @@ def check_contents(contents: Contents, run: SavedRun) -> None:
     Fit("what would be written", run, run.objects(), states).check()
 
 
-def restore_model(path: Path, model: SavedModule) -> None:
-    """Loads the model of a checkpoint, and nothing else, into the model of a run. Each rank reads its shards.
+def names_in(path: Path) -> set[str]:
+    """The names of the objects in a checkpoint."""
+    with CheckpointReader(path) as reader:
+        return {*reader.names()}
+
+
+def restore_model(path: Path, model: SavedModule, others: Mapping[str, Stateful]) -> None:
+    """Loads the model of a checkpoint, and the objects that it is evaluated with, into those of a run.
+
+    Args:
+        path: the checkpoint. Each rank reads its shards.
+        model: the model of the run.
+        others: these objects, by their names in the checkpoint; often none.
 
     Raises:
         DamagedCheckpointError: the files are not those that were written; nothing is changed.
@@ -291,10 +302,13 @@ def restore_model(path: Path, model: SavedModule) -> None:
     """
     with CheckpointReader(path) as reader:
         check_module(str(path), "model", model.state_dict(), reader.outline("model"))
-        here = _TensorsHere({"model": model})
-        saved = reader.read("model", like=here.like, classes=here.classes)
-    check_tied(str(path), "model", model.state_dict(), saved)
-    model.load_state_dict(saved)
+        here = _TensorsHere({"model": model, **others})
+        saved = {name: reader.read(name, like=here.like, classes=here.classes) for name in ("model", *others)}
+    check_tied(str(path), "model", model.state_dict(), saved["model"])
+    for name, entry in others.items():
+        with _naming(name):
+            _load(entry, saved[name])
+    model.load_state_dict(saved["model"])
 
 
 def _carried(trainer_state: Any) -> Carried:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ignite_train.arguments import COUNT, MAPPING, check_fields, check_same_model, describe
 from ignite_train.evaluation.evaluator import Evaluator
+from ignite_train.evaluation.scored_weights import note_scored_weights
 from ignite_train.events import Event, TrainEvents
 from ignite_train.internals.of_torch import foreach_copy_
 from ignite_train.kinds_of_handlers.handler import Handler
@@ -96,6 +97,18 @@ class AveragingHandler(Handler):
         if not isinstance(evaluator, Evaluator):
             raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
         evaluator.run_within(lambda: self._swapped_for(evaluator.model))
+        note_scored_weights(evaluator, self)
+
+    @property
+    def has_weights(self) -> AveragingHandler:
+        """See `PutsScoredWeightsIn`."""
+        return self
+
+    @contextmanager
+    def left_in(self) -> Iterator[None]:
+        """See `PutsScoredWeightsIn`. Collective where a model has normalisation layers."""
+        yield
+        self._put_in()
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -109,10 +122,7 @@ class AveragingHandler(Handler):
         model = self._attached()
         if self._is_swapped_in:
             raise RuntimeError("swapped_in() was called inside swapped_in(); leave the first `with` before the second")
-        if self.follows_until_first:
-            self._begin_average()
         with torch.no_grad():
-            self._take_over_statistics()
             weights, averages = local_tensors(averaged_tensors(model).values()), local_tensors(self._averages.values())
             kept = [weight.to(average.device, copy=True) for weight, average in zip(weights, averages, strict=True)]
 
@@ -121,8 +131,7 @@ class AveragingHandler(Handler):
             foreach_copy_(local_tensors(averaged_tensors(model).values()), kept)
 
         try:
-            with torch.no_grad():
-                foreach_copy_(weights, averages)
+            self._put_in()
             self._is_swapped_in = True
             yield
         finally:
@@ -179,6 +188,15 @@ class AveragingHandler(Handler):
         with torch.no_grad():
             for name, average in self._averages.items():
                 average.copy_(saved[name])
+
+    @torch.no_grad()
+    def _put_in(self) -> None:
+        """Gives the model the averages."""
+        if self.follows_until_first:
+            self._begin_average()
+        self._take_over_statistics()
+        weights = averaged_tensors(self._attached())
+        foreach_copy_(local_tensors(weights.values()), local_tensors(self._averages.values()))
 
     def _begin_average(self) -> None:
         """Before the first averaging, the average is that of the weights now."""
