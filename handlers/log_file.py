@@ -109,7 +109,7 @@ class LogFile(RecordingHandler, ABC):
 
     def record(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
         """See `RecordingHandler`."""
-        update = trainer.state.iteration
+        update = trainer.updates_done
         if self._file is None:
             self._file = self._open()  # so that it is closed if this line cannot be written
         self._file = self._add(self._file, {"update": update, "epoch": trainer.state.epoch}, numbers)

@@ -279,10 +279,10 @@ class ProgressLog(Handler):
         self._close_evaluation()
         state, metrics = trainer.state, evaluator.state.metrics
         if self.style == "json":
-            place = {"epoch": state.epoch, "update": state.iteration}
+            place = {"epoch": state.epoch, "update": trainer.updates_done}
             self._print(json_line(place | grouped_metrics(metrics, self._left_out, tag)))
             return
-        head = f"{tag} after update {state.iteration}:"
+        head = f"{tag} after update {trainer.updates_done}:"
         found, training = single_metrics(metrics, self._left_out), single_metrics(state.metrics, self._left_out)
         for beside in (training.keys(), {"loss"} & training.keys(), set[str]()):  # as many as leave room for what was found
             texts = [

@@ -177,9 +177,10 @@ class TensorBoard(RecordingHandler):
 
     def record(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
         """Writes numbers as one event."""
-        update = trainer.state.iteration
-        self._begin_update(trainer, update).add_numbers(numbers, update)
-        self._points |= numbers
+        update, step = trainer.state.iteration, trainer.updates_done
+        self._begin_update(trainer, update).add_numbers(numbers, step)
+        if step == update:  # or else, within an update, they stand before what a checkpoint of it hides
+            self._points |= numbers
 
     def _add(self, trainer: Trainer, summaries: Iterable[Any]) -> None:
         """Writes summaries other than points, as one event."""

@@ -164,7 +164,7 @@ class RecordingHandler(Handler):
         raise NotImplementedError
 
     def record(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
-        """Writes numbers with the running update.
+        """Writes numbers with the latest update that has had its effect, `trainer.updates_done`, which has made the weights.
 
         Args:
             trainer: the trainer.
@@ -182,7 +182,7 @@ class RecordingHandler(Handler):
         """Called when a run is over, in whatever way it ended."""
 
     def _write(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
-        """Writes numbers, with the running update.
+        """Writes numbers; see `record`.
 
         Raises:
             Exception: they cannot be written, and `on_error` is `"raise"`.

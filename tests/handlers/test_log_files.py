@@ -14,9 +14,10 @@ import ignite.distributed as idist
 import pytest
 import torch
 from ignite.engine import Events
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import cuts
-from ignite_train import Trainer, UpdateOptions, create_evaluator, create_trainer
+from ignite_train import Trainer, TrainEvents, UpdateOptions, create_evaluator, create_trainer
 from ignite_train.handlers import (
     Checkpoint,
     Csv,
@@ -598,3 +599,43 @@ def test_the_base_of_the_formats_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"abstract class LogFile with.*abstract methods '?_add'?, '?_update_of'?$"):
         LogFile(tmp_path / "log")  # type: ignore[abstract]
     assert isinstance(Csv(tmp_path / "log"), LogFile)
+
+
+WITHIN = {
+    "GRADIENTS_READY": TrainEvents.GRADIENTS_READY(every=3),
+    "ITERATION_STARTED": EVERY(every=3) | Events.ITERATION_STARTED(every=3),
+}
+
+
+@pytest.mark.parametrize("event", WITHIN)
+@pytest.mark.parametrize("stop", [2, 3, 5])
+def test_an_evaluation_within_an_update_is_of_the_weights_before_it(
+    event: str, stop: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each line has the number of the update whose weights it is of, once, also where the run resumes in between."""
+    losses: dict[int, float] = {}
+    for directory, stops in ((tmp_path / "whole", ()), (tmp_path / "resumed", (stop,))):
+        for stopped in (*stops, None):
+            model = cuts.linear()
+            trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), cuts.forward)
+            evaluator, other = create_evaluator(model, cuts.forward), create_evaluator(model, cuts.forward)
+            JsonLines(directory / "log.jsonl").attach(trainer, EVERY(every=2), evaluator=evaluator)
+            TensorBoard(directory, histograms=3).attach(trainer, EVERY(every=2), evaluator=evaluator)
+            ProgressLog(style="json").attach(trainer, EVERY(every=100), evaluator=evaluator)
+            Validation(evaluator, DATA, sanity=0).attach(trainer, WITHIN[event])
+            Checkpoint(directory, every=1).attach(trainer)
+            trainer.add_event_handler(
+                EVERY, lambda trainer, other=other: losses.update({trainer.state.iteration: other.run(DATA).metrics["loss"]})
+            )
+            if stopped is not None:
+                trainer.add_event_handler(EVERY(once=stopped), lambda trainer: trainer.terminate())
+            trainer.run(DATA, max_epochs=1)
+        rows = [row for row in read(directory / "log.jsonl") if "validation/loss" in row]
+        found = [(int(row["update"]), float(row["validation/loss"])) for row in rows]
+        numbers = [2, 5] if event == "GRADIENTS_READY" else [2, 3, 5, 6]
+        assert found == [(number, pytest.approx(losses[number])) for number in numbers]
+        points = EventAccumulator(str(directory))
+        points.Reload()
+        assert [point.step for point in points.Scalars("validation/loss")] == numbers
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines() if "validation/loss" in line]
+    assert [row["update"] for row in shown][: len(numbers)] == numbers
