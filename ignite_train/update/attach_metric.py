@@ -37,7 +37,7 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
     Args:
         trainer: whose `forward` returns `ForwardOutput(..., outputs=...)`.
         metric: its `output_transform` is given `outputs`; by default they are `(y_pred, y)`.
-        name: of the metric.
+        name: of the metric. If it is that of a log of `forward` too, a warning says so at the end of the first epoch.
 
     Raises:
         TypeError: `trainer` is not a trainer, or `metric` is not a metric of Ignite.
@@ -127,6 +127,7 @@ class _MetricOfTraining(MetricHolder):
             if is_computable:
                 self._engine.fire_event(Events.EPOCH_COMPLETED)
                 trainer.state.metrics.update(self._engine.state.metrics)
+                self._warn_of_logs_with_its_names(trainer)
                 return
         for name in self._engine.state.metrics:
             trainer.state.metrics.pop(name, None)
@@ -138,9 +139,27 @@ class _MetricOfTraining(MetricHolder):
                 "every update was skipped: it has seen no micro-batch"
             )
 
+    def _warn_of_logs_with_its_names(self, trainer: Trainer) -> None:
+        """Says once of each name under which forward logs something too, which `TrainingMetrics` publishes."""
+        output = trainer.state.update_output
+        for name in self._engine.state.metrics.keys() & (output.logs.keys() if output is not None else ()):
+            if collectives.is_main_rank() and name not in trainer.progress.warned:
+                trainer.progress.warned.add(name)
+                trainer.logger.warning(
+                    f"metric {name!r} of attach_metric and the log {name!r} of forward take turns in state.metrics; attach the "
+                    f"metric under another name, such as 'my_{name}'"
+                )
+
     def state_dict(self) -> dict[str, Any]:
-        """The states of the metric and of its parts, and the micro-batches that each rank has shown it. Collective."""
-        parts = {key: dict(entry.state_dict()) for key, entry in stateful_handlers(self._engine).items()}
+        """The states of the metric and of its parts, and the micro-batches that each rank has shown it. Collective.
+
+        Raises:
+            TypeError: Ignite cannot save it.
+        """
+        try:
+            parts = {key: dict(entry.state_dict()) for key, entry in stateful_handlers(self._engine).items()}
+        except TypeError as error:
+            raise TypeError(f"metric {self._name!r} cannot be saved by Ignite: {error}") from error
         return parts | {_SEEN: collectives.everyones(self._num_seen)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

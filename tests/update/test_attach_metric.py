@@ -23,6 +23,7 @@ from ignite.metrics import (
     RootMeanSquaredError,
     RunningAverage,
     TopKCategoricalAccuracy,
+    mIoU,
 )
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -39,7 +40,7 @@ from ignite_train import (
     create_supervised_trainer,
     create_trainer,
 )
-from ignite_train.handlers import Checkpoint
+from ignite_train.handlers import Checkpoint, TrainingMetrics
 from log_messages import messages_from_here
 from ranks import run_ranks
 
@@ -417,3 +418,28 @@ def test_on_another_number_of_ranks_it_starts_from_the_beginning(tmp_path: Path)
     assert resumed(str(tmp_path), 4) == [[epoch], []]
     assert run_ranks(resumed, str(tmp_path), 8) == [[[epoch], [because.format(1, 2)]]] * 2
     assert resumed(str(tmp_path), 12) == [[epoch], [because.format(2, 1)]]
+
+
+def test_a_metric_that_cannot_be_saved_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run has several, and all have the same handler's name."""
+    model = nn.Linear(4, 3)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
+    attach_metric(trainer, Accuracy(), "right")
+    attach_metric(trainer, mIoU(ConfusionMatrix(3)), "overlap")
+    Checkpoint(tmp_path).attach(trainer)
+    trainer.run(batches(4, 4), max_epochs=1)
+    (line,) = [message for message in caplog.messages if "is left out of the checkpoints" in message]
+    assert "metric 'overlap' cannot be saved" in line
+
+
+def test_a_metric_with_the_name_of_a_log_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """`state.metrics` would have now the one and now the other; another name is silent."""
+    model = nn.Linear(4, 3)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
+    attach_metric(trainer, Accuracy(), "correct")
+    attach_metric(trainer, Accuracy(), "accuracy")
+    TrainingMetrics().attach(trainer)
+    trainer.run(batches(4, 4), max_epochs=3)
+    (line,) = [message for message in caplog.messages if "take turns" in message]
+    assert "'correct'" in line
+    assert "such as 'my_correct'" in line
