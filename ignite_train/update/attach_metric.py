@@ -159,7 +159,7 @@ class _MetricOfTraining(MetricHolder):
         try:
             parts = {key: dict(entry.state_dict()) for key, entry in stateful_handlers(self._engine).items()}
         except TypeError as error:
-            raise TypeError(f"metric {self._name!r} cannot be saved by Ignite: {error}") from error
+            raise TypeError(f"metric {self.name!r} cannot be saved by Ignite: {error}") from error
         return parts | {_SEEN: collectives.everyones(self._num_seen)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
