@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -171,10 +172,18 @@ class Evaluator(Loop):
         self._forward_state.put_back(before)
 
     def _close_epoch(self, started: float) -> None:
+        is_whole = self._uneven != "shortest" and not self.should_terminate_single_epoch
+        length, given = self._expected_length(self.state.dataloader) if is_whole else None, self.state.iteration
         self._publish()
         self._warn_of_metrics_with_my_names()
-        with uneven_metrics(self, has_data=self.state.iteration > 0):
+        with uneven_metrics(self, has_data=given > 0):
             super()._close_epoch(started)
+        if length is not None and given < length:  # now, since a warning may be an error
+            warnings.warn(
+                f"the loader of the evaluation has len() {length} and gave {given} micro-batches, of which its metrics are; "
+                "correct its __len__, or its dataset if a next() in it raises StopIteration",
+                stacklevel=2,
+            )
 
     def _refuse_running_metrics(self, data: Iterable[Any]) -> None:
         """Refuses metrics that the ranks reduce after each micro-batch where they may have different numbers of them."""

@@ -317,3 +317,27 @@ def test_an_evaluation_is_one_pass() -> None:
     with pytest.raises(ValueError, match="max_epochs must be 1, since an evaluation is one pass over data, got 2"):
         evaluator.run(DATA, max_epochs=2)
     assert evaluator.run(DATA, max_epochs=1).iteration == evaluator.run(DATA, None).iteration == 2
+
+
+class EndsEarly(torch.utils.data.Dataset[float]):
+    """100 numbers, of which a `next` without a default finds 70 only."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> float:
+        return float(next(iter(range(index, min(index + 1, 70)))))
+
+
+def test_a_loader_that_ends_before_its_length_is_named() -> None:
+    """By a warning, as in training; not where the pass was ended or limited on purpose."""
+    evaluator = create_evaluator(nn.Identity(), lambda model, x: (model(x).sum(), len(x)))
+    loader = torch.utils.data.DataLoader(EndsEarly(), batch_size=10)
+
+    with pytest.warns(UserWarning, match=r"the loader of the evaluation has len\(\) 10 and gave 7 micro-batches"):
+        assert evaluator.run(loader).metrics["loss"] == pytest.approx(34.5)
+    evaluator.run(loader, max_iters=7)
+    evaluator.add_event_handler(Events.ITERATION_COMPLETED(once=5), lambda: evaluator.terminate_epoch())
+    assert evaluator.run(loader).iteration == 5
+    evaluator.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: evaluator.terminate())
+    assert evaluator.run(loader).iteration == 4
