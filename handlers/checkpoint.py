@@ -256,7 +256,7 @@ class Checkpoint(Handler):
             if collectives.is_main_rank():
                 _logger.warning(
                     f"{found.path} has no state of {type(lacking[0]).__name__}, and its score is of weights from there: "
-                    "load_best() has loaded those that were trained, whose score may differ; keep it attached, and out of "
+                    "load_best() has loaded the trained weights, whose score may differ; keep it attached, and out of "
                     "leave_out"
                 )
         others = {name: entry for state in states for name, entry in state.items()}

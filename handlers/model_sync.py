@@ -27,7 +27,8 @@ class ModelSync(Handler):
     `reduction="explicit"` and with `DistributedDataParallel(broadcast_buffers=False)`. An evaluator of `create_evaluator` takes
     those of rank 0; any other engine evaluates another model on each rank. This handler puts the statistics of all ranks in
     their place: the mean of the means, and the variance of the samples of all ranks together, as if each rank had seen equally
-    many. Other buffers are those of rank 0 in the evaluation; after that of `create_evaluator` each rank has its own again.
+    many. Other buffers are the ones of rank 0 in the evaluation; after an evaluator of `create_evaluator` each rank has its own
+    again.
 
     Training does not depend on running statistics. They continue from what they are set to, the same on all ranks. Parameters
     are equal on all ranks by the way in which they are trained, which `StateConsistency` checks. In a single process it does

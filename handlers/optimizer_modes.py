@@ -121,7 +121,7 @@ class OptimizerModes(Handler):
             in_full(put_back)
 
     def _settings(self) -> list[dict[str, Any]]:
-        """What may name the mode: plain attributes, and plain entries of the groups."""
+        """Plain attributes and plain entries of the groups, one of which may name the mode."""
         found = vars(self.optimizer), *self.optimizer.param_groups
         return [{name: value for name, value in one.items() if isinstance(value, (int, str))} for one in found]
 

@@ -61,7 +61,7 @@ class Validation(Handler):
             this handler, `EarlyStopping`, `ReduceOnPlateau` or `Checkpoint` misspells, is found at once; 0: do not. The result
             is dropped, and random numbers are restored. Of the evaluator's handlers those of the library and the metrics of
             Ignite are called, except at COMPLETED, and no others, so that none keeps or counts the result. Where one of the
-            others runs before forward, which may need it, there is no such evaluation.
+            others runs before forward, which may need it, this evaluation is left out.
 
     Attributes:
         best: the best score so far, or None.
@@ -115,7 +115,7 @@ class Validation(Handler):
         others = [one for _, one, _ in attached(trainer) if isinstance(one, Validation) and one is not self]
         if any(one.evaluator is self.evaluator for one in others):
             raise ValueError(
-                "evaluator must be that of one Validation, got one that another Validation runs, so that their results would "
+                "evaluator must belong to one Validation, got one that another Validation runs, so that their results would "
                 "have the same names; make a second evaluator with create_evaluator for each loader"
             )
         if is_read_once(self.loader):

@@ -403,7 +403,7 @@ class Trainer(Loop):
 
     @property
     def checkpoint(self) -> Any:
-        """The `Checkpoint` that saves and resumes this run; None if there is none."""
+        """The `Checkpoint` that saves and resumes this run; None without one."""
         return self.resume_with.__self__ if isinstance(self.resume_with, MethodType) else None
 
     def _resuming(self, resume: str | Path) -> AbstractContextManager[None]:

@@ -410,7 +410,7 @@ def without_handlers(engine: Engine, left_out: Callable[[Any, Any], bool]) -> It
     """In this `with` an engine calls some of its handlers only. Afterwards each is in its place again.
 
     Args:
-        engine: ours, or a stock one of Ignite. Nothing may be attached to it, or removed, within the `with`.
+        engine: ours, or a stock engine of Ignite. Nothing may be attached to it, or removed, within the `with`.
         left_out: whether a handler is not called, given its event and itself without a filter.
 
     Yields:

@@ -90,7 +90,8 @@ class Evaluator(Loop):
 
         Args:
             make_context: gives a context manager for each run.
-            first: whether it is around those that are there, and so around the buffers of rank 0; otherwise it is inside them.
+            first: whether it is outside of the others, and so of the context in which ranks have the buffers of rank 0;
+                otherwise it is inside of them.
         """
         self._around.insert(0 if first else len(self._around), make_context)
 

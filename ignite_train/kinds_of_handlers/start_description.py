@@ -97,7 +97,7 @@ def _described_handlers(trainer: Trainer) -> dict[str, str]:
 
 
 def _orders(trainer: Trainer) -> dict[str, list[str]]:
-    """What waits for other ranks at an event, and what travels with each update: it meets what has its place there."""
+    """Names of all that waits for other ranks at an event, or travels with each update; ranks match them by their places."""
     found: dict[str, list[str]] = {}
     for (_, function, args), (_, event, _) in zip(attached(trainer), occasions(trainer), strict=True):
         place = f"what waits for other ranks at {event}"

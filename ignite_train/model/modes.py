@@ -16,7 +16,7 @@ def modes_of(model: nn.Module, training: Iterable[nn.Module] | None = None) -> M
 
     Args:
         model: the model.
-        training: those that are to be in training mode, and no other; None: those that are now.
+        training: the modules that are to be in training mode, and no others; None: those in it now.
     """
     if training is None:
         return [(module, module.training) for module in model.modules()]

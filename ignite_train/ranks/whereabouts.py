@@ -73,7 +73,7 @@ def find_whereabouts(thread: int) -> Whereabouts:
 
 
 def _top_of(thread: int) -> list[FrameType]:
-    """The frames at the top of a thread's stack, down to the first one of code that does more than to ask torch.
+    """The frames at the top of a thread's stack, down to the first whose code does more than to ask torch.
 
     Where Python 3.11 makes a frame's object it may start a garbage collection, and a finaliser may let the other thread run on.
     The object is then made of memory that the other thread has given to another frame by now, and the process dies of it. Some

@@ -335,7 +335,7 @@ class WithoutTextError(Exception):
     ],
 )
 def test_an_error_is_described_whatever_its_text(error: BaseException, expected: str) -> None:
-    """By its class alone where there is none."""
+    """By its class alone where it has no text."""
     assert describe_error(error) == expected
 
 

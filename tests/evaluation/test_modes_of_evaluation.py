@@ -1,4 +1,4 @@
-"""Modules that do something in `train()`: an evaluation calls it as a loop by hand does, and training goes on as without it."""
+"""Modules that do something in `train()`: an evaluation calls it as a loop by hand does, and leaves no trace."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class OwnMode(ScheduleFreeSGD):
 
 @pytest.mark.parametrize("kind", [ScheduleFreeSGD, OwnMode])
 def test_an_optimizer_in_its_eval_mode_stays_there(kind: type[ScheduleFreeSGD]) -> None:
-    """As after training, where the script has called `eval()`: the second score is the first, and training can go on."""
+    """As after training, where the script has called `eval()`: the second score is the first, and training can continue."""
     model = cuts.linear()
     optimizer = kind(model.parameters(), lr=0.05)
     trainer, evaluator = create_trainer(model, optimizer, cuts.forward), create_evaluator(model, cuts.forward)

@@ -66,7 +66,7 @@ def test_it_reaches_no_handler_of_the_script(kind: str, event: Any) -> None:
 
 
 def test_it_computes_metrics_of_ignite_and_calls_the_handlers_of_the_library(tmp_path: Path) -> None:
-    """One that fails, or that a score misspells, is found; a metric begins anew in the first validation."""
+    """One that fails, or that a score misspells, is found; a metric restarts in the first validation."""
     trainer, evaluator = make("ours")
     average = Average()
     MetricsLambda(lambda value: value + 1.0, average).attach(evaluator, "one_more")

@@ -307,7 +307,7 @@ def test_a_mean_is_weighted_in_wide_numbers(size: Any) -> None:
 
 @pytest.mark.slow
 def test_a_graph_weights_a_mean_in_wide_numbers() -> None:
-    """As without a graph."""
+    """A mean is the same as without a graph."""
     means = {name: Mean(value) for name, value in NARROW.items()}
 
     def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
