@@ -173,8 +173,9 @@ class Evaluator(Loop):
         self._forward_state.put_back(before)
 
     def _close_epoch(self, started: float) -> None:
-        is_whole = self._uneven != "shortest" and not self.should_terminate_single_epoch
-        length, given = self._expected_length(self.state.dataloader) if is_whole else None, self.state.iteration
+        data, given = self.state.dataloader, self.state.iteration
+        is_part = self._uneven == "shortest" or self.should_terminate_single_epoch
+        length = None if data is None or is_part else self._expected_length(data)
         self._publish()
         self._warn_of_metrics_with_my_names()
         with uneven_metrics(self, has_data=given > 0):
