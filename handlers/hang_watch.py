@@ -20,7 +20,7 @@ from ignite_train.kinds_of_handlers import Handler
 from ignite_train.kinds_of_handlers.start_description import start_description
 from ignite_train.ranks import collectives
 from ignite_train.ranks.sealed_messages import SealedMessages
-from ignite_train.ranks.whereabouts import find_whereabouts
+from ignite_train.ranks.whereabouts import ASKED_BY, find_whereabouts
 from ignite_train.trainer import Trainer
 
 __all__ = ["HangWatch"]
@@ -160,8 +160,14 @@ class _Report(NamedTuple):
 
     @property
     def place(self) -> tuple[int, str]:
-        """Where the rank stands. All ranks that do not wait for others count as at work, wherever they are."""
-        return self.update, self.where if self.waits else "at work"
+        """Where the rank stands. All ranks that do not wait for others count as at work, wherever they are.
+
+        Of the code that has asked for a collective the function counts, and not the line: `if rank == 0: broadcast(weights)
+        else: broadcast(received)` is one collective.
+        """
+        if not self.waits:
+            return self.update, "at work"
+        return self.update, self.where.rpartition(":")[0] if ASKED_BY in self.where else self.where
 
 
 class _Heartbeat:
@@ -301,7 +307,7 @@ class _Watch:
         own = self._reports[self._rank]
         limit = self._first_timeout if own is None or own.update <= self._first_update else self._timeout
         patience = self._patience_with_silence(own, limit)
-        if self._trainer.replicas.are_elastic and own is not None and "(members.py:" in own.where:
+        if self._trainer.replicas.are_elastic and own is not None and "(members.py:" in own.where.partition(ASKED_BY)[0]:
             return ""  # it waits for other replicas, and how long it does has a limit of its own
         messages = self._messages
         if messages is None:

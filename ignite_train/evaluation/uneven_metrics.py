@@ -8,14 +8,14 @@ from types import MethodType
 from typing import Any
 
 from ignite.engine import Engine, Events
-from ignite.metrics import Metric
+from ignite.metrics import GpuInfo, Metric, MetricsLambda, RunningAverage
 
 from ignite_train.engine.dispatch import attached
 from ignite_train.model.in_full import in_full
 from ignite_train.ranks import collectives
 from ignite_train.ranks.compute_on import compute_on
 
-__all__ = ["MetricHolder", "metrics_published_at", "published_metric", "uneven_metrics"]
+__all__ = ["MetricHolder", "metrics_published_at", "published_metric", "uneven_metrics", "waits_for_ranks"]
 
 
 class MetricHolder:
@@ -41,6 +41,21 @@ def published_metric(handler: Any, args: tuple[Any, ...]) -> tuple[str, Metric] 
     if isinstance(owner, MetricHolder):
         return owner.name, owner.metric
     return (str(args[0]), owner) if isinstance(owner, Metric) and args else None
+
+
+def waits_for_ranks(metric: Metric) -> bool:
+    """Whether a metric is reduced over the ranks when it computes, as Ignite's are; one of a script's own need not be.
+
+    A metric that is a function of others is, if one of them is. A class of a script's own is, if its `compute` is decorated by
+    Ignite's `sync_all_reduce`, or is Ignite's.
+    """
+    if isinstance(metric, MetricsLambda):
+        return any(waits_for_ranks(one) for one in (*metric.args, *metric.kwargs.values()) if isinstance(one, Metric))
+    if isinstance(metric, RunningAverage) and isinstance(metric.src, Metric):
+        return waits_for_ranks(metric.src)
+    compute = type(metric).compute
+    is_decorated = hasattr(compute, "__wrapped__")
+    return is_decorated or (compute.__module__.startswith("ignite.") and not isinstance(metric, GpuInfo))
 
 
 def metrics_published_at(engine: Engine, event: Any) -> dict[str, Metric]:

@@ -8,12 +8,11 @@ from dataclasses import fields, is_dataclass
 from types import MethodType
 from typing import Any
 
-from ignite.metrics import GpuInfo
 from torch import nn
 
 from ignite_train.data.description import dealt_order
 from ignite_train.engine.dispatch import Attachable, attached, is_of_library, occasions
-from ignite_train.evaluation.uneven_metrics import published_metric
+from ignite_train.evaluation.uneven_metrics import published_metric, waits_for_ranks
 from ignite_train.ranks.unlike_ranks import Description, described_parameters, names_in_order
 from ignite_train.ranks.wrapping import own_buffers, own_parameters
 from ignite_train.trainer import Trainer
@@ -39,17 +38,18 @@ def start_description(trainer: Trainer) -> Description:
         if name not in _OF_EACH_RANK:
             description |= _plain(name, value)
     description |= _limits(trainer) | _described_handlers(trainer)
-    model, in_order = trainer.parts.get("model"), _orders(trainer)
+    model, in_order, if_shared = trainer.parts.get("model"), *_orders(trainer)
     if isinstance(model, nn.Module):
         wrapped = update["gather"].passes.model if "gather" in update else model
         own = own_parameters(wrapped)
         description |= described_parameters(model, own)
-        in_order |= names_in_order(model, {*own, *own_buffers(wrapped)})
+        of_model = names_in_order(model, {*own, *own_buffers(wrapped)})
+        in_order, if_shared = in_order | of_model["in_order"], if_shared | of_model["in_order_if_shared"]
     dealt = dealt_order(trainer.state.dataloader)
     if dealt is None:
-        return Description(description, in_order=in_order)
+        return Description(description, in_order=in_order, in_order_if_shared=if_shared)
     of_data = {f"data.{name}": repr(value) for name, value in dealt.settings.items()}
-    return Description(description, dealt.ranks, of_data, in_order)
+    return Description(description, dealt.ranks, of_data, in_order, if_shared)
 
 
 def _plain(name: str, value: Any) -> dict[str, str]:
@@ -96,15 +96,21 @@ def _described_handlers(trainer: Trainer) -> dict[str, str]:
     return described | {name: ", ".join(sorted(values)) for name, values in found.items()}
 
 
-def _orders(trainer: Trainer) -> dict[str, list[str]]:
-    """Names of all that waits for other ranks at an event, or travels with each update; ranks match them by their places."""
-    found: dict[str, list[str]] = {}
+def _orders(trainer: Trainer) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """All that waits for other ranks at an event, or travels with each update; ranks match it by its place.
+
+    Returns:
+        The classes; and the names under which metrics of Ignite are published, in case that all ranks have the same.
+    """
+    classes: dict[str, list[str]] = {"what travels with each update": [type(one).__name__ for one in trainer.piggybacks]}
+    names: dict[str, list[str]] = {}
     for (_, function, args), (_, event, _) in zip(attached(trainer), occasions(trainer), strict=True):
         place = f"what waits for other ranks at {event}"
         owner = function.__self__ if isinstance(function, MethodType) else function
         published = published_metric(function, args)
         if isinstance(owner, Attachable) and owner.is_collective:
-            found.setdefault(place, []).append(type(owner).__name__)
-        elif published is not None and not isinstance(published[1], GpuInfo):  # which asks the driver
-            found.setdefault(place, []).append(f"{type(published[1]).__name__} {published[0]!r}")
-    return found | {"what travels with each update": [type(piggyback).__name__ for piggyback in trainer.piggybacks]}
+            classes.setdefault(place, []).append(type(owner).__name__)
+        elif published is not None and waits_for_ranks(published[1]):
+            classes.setdefault(place, []).append(type(published[1]).__name__)
+            names.setdefault(f"the metrics at {event}", []).append(published[0])
+    return classes, names

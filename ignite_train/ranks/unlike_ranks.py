@@ -27,12 +27,14 @@ class Description:
         sharing: the ranks among which samples are dealt out, in increasing order; empty where that is not known.
         of_data: on the sharing ranks that have such an entry.
         in_order: names that stand at the same places on all ranks, by what they are names of.
+        in_order_if_shared: names of which this holds only where all ranks have the same names: some may be of one rank alone.
     """
 
     of_all: Mapping[str, str] = field(default_factory=dict)
     sharing: tuple[int, ...] = ()
     of_data: Mapping[str, str] = field(default_factory=dict)
     in_order: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    in_order_if_shared: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 class _Sent(NamedTuple):
@@ -73,11 +75,13 @@ def refuse_unlike_ranks(description: Description, beside: bytes = b"") -> bytes:
     Raises:
         ValueError: the descriptions differ, on all ranks alike.
     """
-    digests = _digest(description.of_all, description.in_order), _digest(description.of_data)
+    alike = _digest(description.of_all, description.in_order, description.in_order_if_shared)
+    digests = alike, _digest(description.of_data)
     of_ranks = exchanged(collectives.gather_objects, "of settings", (*digests, description.sharing, beside))
     of_data = {(sharing, digest) for _, digest, sharing, _ in of_ranks if sharing}
-    if len({digest for digest, *_ in of_ranks}) > 1 or len(of_data) > len({sharing for sharing, _ in of_data}):
-        raise ValueError(_in_words(_differences_of(collectives.gather_objects(description))))
+    differ = len({digest for digest, *_ in of_ranks}) > 1 or len(of_data) > len({sharing for sharing, _ in of_data})
+    if differ and (parts := _differences_of(collectives.gather_objects(description))):
+        raise ValueError(_in_words(parts))
     return bytes(of_ranks[0][-1])
 
 
@@ -87,7 +91,7 @@ def refuse_unlike_models(model: nn.Module) -> None:
     Raises:
         ValueError: they differ, or stand in another order, on all ranks alike.
     """
-    refuse_unlike_ranks(Description(described_parameters(model), in_order=names_in_order(model)))
+    refuse_unlike_ranks(Description(described_parameters(model), **names_in_order(model)))
 
 
 def _digest(*described: Mapping[str, Any]) -> bytes:
@@ -103,13 +107,26 @@ def described_parameters(model: nn.Module, own: Collection[str] = ()) -> dict[st
     }
 
 
-def names_in_order(model: nn.Module, own: Collection[str] = ()) -> dict[str, list[str]]:
-    """The names of parameters and of buffers as they are registered; without those that are each rank's `own`.
+def names_in_order(model: nn.Module, own: Collection[str] = ()) -> dict[str, Any]:
+    """The names of parameters and buffers as they are registered, for a `Description`; without those that are a rank's `own`.
 
     Torch's wrappers and our messages match both over the ranks by their places, so names alone do not make a model the same.
+    A rank may have buffers under names of its own, such as a queue, where no other rank needs them.
     """
-    named = {"the parameters": model.named_parameters(), "the buffers": model.named_buffers()}
-    return {kind: [name for name, _ in those if name not in own] for kind, those in named.items()}
+    return {
+        "in_order": {"the parameters": [name for name, _ in model.named_parameters() if name not in own]},
+        "in_order_if_shared": {"the buffers": [name for name, _ in model.named_buffers() if name not in own]},
+    }
+
+
+def _other_places(of_ranks: Sequence[Mapping[str, Sequence[str]]], *, if_shared: bool) -> list[str]:
+    """The first place of each kind at which names differ."""
+    parts = []
+    for kind in dict.fromkeys(kind for one in of_ranks for kind in one):
+        orders = [one.get(kind, ()) for one in of_ranks]
+        if not if_shared or len({tuple(sorted(order)) for order in orders}) == 1:
+            parts += _first_other_place(kind, orders)
+    return parts
 
 
 def _first_other_place(kind: str, orders: Sequence[Sequence[str]]) -> list[str]:
@@ -124,8 +141,8 @@ def _first_other_place(kind: str, orders: Sequence[Sequence[str]]) -> list[str]:
 def _differences_of(of_ranks: Sequence[Description]) -> list[str]:
     parts = _differences({rank: description.of_all for rank, description in enumerate(of_ranks)})
     # What only some ranks have moves what stands behind it, and has been named then.
-    for kind in dict.fromkeys(kind for description in of_ranks for kind in description.in_order) if not parts else ():
-        parts += _first_other_place(kind, [description.in_order.get(kind, ()) for description in of_ranks])
+    parts = parts or _other_places([one.in_order for one in of_ranks], if_shared=False)
+    parts = parts or _other_places([one.in_order_if_shared for one in of_ranks], if_shared=True)
     for sharing in sorted({description.sharing for description in of_ranks if description.sharing}):
         among = {rank: one.of_data for rank, one in enumerate(of_ranks) if one.sharing == sharing}
         parts += _differences(among)

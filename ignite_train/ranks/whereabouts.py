@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ignite_train.internals.of_distributed import DDP_FORWARD
 
-__all__ = ["COLLECTOR", "PAUSED", "Whereabouts", "find_whereabouts"]
+__all__ = ["ASKED_BY", "COLLECTOR", "PAUSED", "Whereabouts", "find_whereabouts"]
 
 COLLECTOR = threading.Lock()
 """Held by what switches Python's garbage collector on: a thread that reads frames has switched it off, and needs it off."""
@@ -31,6 +31,8 @@ def _after_fork() -> None:
 
 os.register_at_fork(before=COLLECTOR.acquire, after_in_parent=COLLECTOR.release, after_in_child=_after_fork)
 
+ASKED_BY = ", asked by "
+"""Stands in a place between the function of torch that waits, and the code that has asked for it."""
 _MARK = "_WAITS_FOR_RANKS"  # a name that is true in each file of this library that waits for other ranks
 _THREAD_MARK = "_WAITS_FOR_THREADS"  # in a file that waits for threads, what these are called
 _WAITING_PLACES_OF_TORCH = ("torch.distributed", "torch.nn.parallel.distributed", "torch.autograd.graph", "torch.futures")
@@ -106,7 +108,7 @@ def _place(top: list[FrameType]) -> Whereabouts:
     waiting = frame if _awaits_handle(frame) else next((each for each in top if _waits(each)), None)
     where = _shown(waiting or frame)
     if waiting is not None and top[-1] is not waiting:
-        where += f", asked by {_shown(top[-1])}"
+        where += f"{ASKED_BY}{_shown(top[-1])}"
     return Whereabouts(where, waits=waiting is not None)
 
 

@@ -48,16 +48,30 @@ def watch_of(reports: list[Any], waited: float) -> Any:
     return watch
 
 
+def _asked(function: str, line: int) -> tuple[str, bool]:
+    return f"all_reduce (c10d.py:12), asked by {function} (script.py:{line})", True
+
+
 @pytest.mark.parametrize(
     ("places", "expected"),
     [
         ([WAITS, WAITS, WAITS], False),  # a reduction that takes long
+        ([_asked("rollout", 18), _asked("rollout", 20)], False),  # by the two branches of an `if`
+        ([_asked("rollout", 18), _asked("validate", 18)], True),
         ([AT_WORK, AT_WORK, AT_WORK], False),  # a long validation
         ([WAITS, WAITS, AT_WORK], True),
         ([WAITS, WAITS, ELSEWHERE], True),
         ([WAITS, ELSEWHERE], True),
     ],
-    ids=["all wait together", "all at work", "one at work", "one waits elsewhere", "two wait apart"],
+    ids=[
+        "all wait together",
+        "asked at two lines",
+        "asked by two functions",
+        "all at work",
+        "one at work",
+        "one waits elsewhere",
+        "two wait apart",
+    ],
 )
 def test_a_rank_waits_in_vain_where_another_is_not_there(places: list[Any], expected: bool) -> None:
     """Only if it has waited for longer than the limit."""
@@ -82,6 +96,7 @@ def test_different_updates_are_a_hang_only_if_one_waits(updates: Any, place: Any
     ("is_elastic", "where", "expected"),
     [
         (True, "answer (members.py:440)", ""),
+        (True, "broadcast (c10d.py:12), asked by confirm (members.py:243)", "no rank has moved for more than"),
         (True, "forward (train.py:9)", "no rank has moved for more than"),
         (False, "answer (members.py:440)", "no rank has moved for more than"),
     ],

@@ -12,7 +12,8 @@ import ignite.distributed as idist
 import pytest
 import torch
 from ignite.engine import Events
-from ignite.metrics import Average, GpuInfo, Metric
+from ignite.metrics import Average, GpuInfo, Metric, RunningAverage
+from ignite.metrics.metric import sync_all_reduce
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -138,6 +139,34 @@ def metric_on_one(rank: int) -> Trainer:
     return trainer
 
 
+class Largest(Metric):
+    """Waits for no other rank."""
+
+    def reset(self) -> None:
+        self._largest = -1.0
+
+    def update(self, output: Any) -> None:
+        self._largest = max(self._largest, float(output.loss))
+
+    def compute(self) -> float:
+        return self._largest
+
+
+class Reduced(Largest):
+    """Waits for the other ranks when it computes."""
+
+    @sync_all_reduce("_largest:MAX")
+    def compute(self) -> float:
+        return self._largest
+
+
+def metric_of_ones_own_on_one(rank: int) -> Trainer:
+    trainer = make()
+    if rank == 0:
+        (Reduced() * 2.0).attach(trainer, "twice the largest")
+    return trainer
+
+
 def metric_of_predictions_on_one(rank: int) -> Trainer:
     trainer = make()
     if rank == 0:
@@ -187,9 +216,10 @@ SAID = {
     other_order_of_shards: f"got place 1 of the parameters: heads.a.weight on rank 0 and heads.b.weight on rank 1 {SET}; give",
     other_order_of_replicas: f"got place 3 of the parameters: heads.c.weight on rank 0 and heads.b.weight on rank 1 {SET}",
     other_order_of_buffers: "got place 1 of the buffers: heads.a.running_mean on rank 0 and heads.b.running_mean on rank 1 (a",
-    other_order_of_metrics: f"ranks at EPOCH_COMPLETED: Average 'one' on rank 0 and Average 'two' on rank 1 {SET}; give",
-    metric_on_one: "place 1 of what waits for other ranks at EPOCH_COMPLETED: Average 'average' on rank 0 and none on rank 1;",
-    metric_of_predictions_on_one: "other ranks at EPOCH_COMPLETED: Average 'average' on rank 0 and none on rank 1; give",
+    other_order_of_metrics: f"place 1 of the metrics at EPOCH_COMPLETED: one on rank 0 and two on rank 1 {SET}; give",
+    metric_on_one: "place 1 of what waits for other ranks at EPOCH_COMPLETED: Average on rank 0 and none on rank 1;",
+    metric_of_predictions_on_one: "other ranks at EPOCH_COMPLETED: Average on rank 0 and none on rank 1; give",
+    metric_of_ones_own_on_one: "other ranks at EPOCH_COMPLETED: MetricsLambda on rank 0 and none on rank 1; give",
     other_order_of_handlers: f"what travels with each update: StepTimer on rank 0 and GradNormConsistency on rank 1 {SET}",
     other_piggybacks: "got place 3 of what travels with each update: EmptyCache on rank 0 and none on rank 1; give",
     checkpoint_on_one: "got the exchange between the ranks: of settings on rank 0 and of Checkpoint on rank 1; give",
@@ -421,8 +451,12 @@ def own_handlers(rank: int, directory: Path) -> Trainer:
     trainer = make(seed=5 + rank)
     if rank == 0:
         QuietGpuInfo().attach(trainer)
+        Largest().attach(trainer, "largest")
+        RunningAverage(Largest()).attach(trainer, "average of the largest")
+        (Largest() + 1.0).attach(trainer, "one more than the largest")
         ProgressLog().attach(trainer)
         JsonLines(directory / "log.jsonl").attach(trainer)
+    average().attach(trainer, f"average of rank {rank}")
     return trainer
 
 
@@ -442,6 +476,20 @@ def with_tensors_of_its_own(rank: int) -> Trainer:
 def test_what_the_wrapper_ignores_may_differ() -> None:
     """It crosses no ranks, and stands at no place that others must know."""
     assert run_ranks(train, with_tensors_of_its_own) == ["", ""]
+
+
+def with_queues_of_its_own(rank: int, *, shards: bool) -> Trainer:
+    model = cuts.linear()
+    model.register_buffer(f"queue_{rank}", torch.zeros(2))
+    if shards:
+        return make(fully_shard(model, mesh=init_device_mesh("cpu", (2,))))
+    return make(DistributedDataParallel(model, broadcast_buffers=False))
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_rank_may_have_buffers_under_names_of_its_own(shards: bool) -> None:
+    """Where the wrapper leaves buffers to the ranks."""
+    assert run_ranks(train, partial(with_queues_of_its_own, shards=shards)) == ["", ""]
 
 
 def run_on_unlike() -> str:
