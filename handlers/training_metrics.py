@@ -250,7 +250,7 @@ class TrainingMetrics(Handler):
         sums["updates"] += 1
         if output.skipped_reason is not None:
             return
-        logs, loss, prefix = output.logs, output.loss * size, ""
+        logs, loss, prefix, samples_before = output.logs, output.loss * size, "", sums["sample_size"]
         if output.name is not None:
             logs, prefix = {"loss": loss, **logs}, f"{output.name}/"
         else:
@@ -261,10 +261,13 @@ class TrainingMetrics(Handler):
             sums["grad_norm_max"] = max(sums["grad_norm_max"], output.grad_norm)
             sums["clipped"] += output.clip_coefficient < 1.0
         for name, value in logs.items():
-            key, weight = prefix + name, output.log_weights.get(name, size if prefix else None)
-            self._logs[key] = self._logs.get(key, 0.0) + value
+            key = prefix + name
+            weight = output.log_weights.get(name, size if prefix or key in self._log_weights else None)
             if weight is not None:
-                self._log_weights[key] = self._log_weights.get(key, 0.0) + weight
+                # Another update may have logged a sum of all samples, as also a `Mean` was in checkpoints of older releases.
+                begun = self._log_weights.get(key, samples_before if key in self._logs else 0.0)
+                self._log_weights[key] = begun + weight
+            self._logs[key] = self._logs.get(key, 0.0) + value
 
     def _start_evaluation(self) -> None:
         if self._sections is not None and self._sections.current in _OUTSIDE:

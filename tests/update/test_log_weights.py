@@ -338,6 +338,38 @@ def test_a_mean_of_some_micro_batches_is_over_their_samples() -> None:
         assert metrics["first"] == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("means", [(0, 2), (1,), (2,)], ids=["mean, sum, mean", "sum, mean, sum", "sums, mean"])
+def test_a_mean_of_some_updates_goes_with_the_sums_of_others(means: tuple[int, ...]) -> None:
+    """A `Mean` and a sum of the same name are both over the samples of their update."""
+
+    def forward(model: nn.Module, batch: tuple[int, Tensor]) -> ForwardOutput:
+        update, x = batch
+        mean = model(x).mean()
+        return ForwardOutput(mean * len(x), len(x), {"mean": Mean(mean) if update in means else mean * len(x)})
+
+    model = nn.Linear(4, 1).double()
+    data = [(update, torch.randn(size, 4, dtype=torch.float64)) for update, size in enumerate((1, 2, 3))]
+    expected = float(model(torch.cat([x for _, x in data])).mean().detach())
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.0), forward)
+    TrainingMetrics(memory=False).attach(trainer, Events.EPOCH_COMPLETED)
+    assert trainer.run(data, max_epochs=1).metrics["mean"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_sum_from_an_older_checkpoint_goes_on_as_a_mean() -> None:
+    """Releases before wrote the sum of a `Mean` without its weight, which was that of all samples of the interval."""
+    model, data = nn.Linear(4, 1), [torch.randn(size, 4) for size in (5, 2, 3)]
+    trainer = create_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), lambda model, x: (model(x).sum(), len(x), {"half": Mean(0.5)})
+    )
+    metrics = TrainingMetrics(memory=False)
+    metrics.attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.run(data[:1], max_iters=1)
+    state = metrics.state_dict()
+    sums = {**state["sums"], "updates": 1, "steps": 1, "sample_size": 5.0}
+    metrics.load_state_dict({**state, "sums": sums, "logs": {"half": 2.5}, "log_weights": {}})
+    assert trainer.run(data[1:], max_epochs=2).metrics["half"] == 0.5
+
+
 def mean_on_one_rank() -> tuple[float, float]:
     """The mean of an evaluation, and of an update, in which rank 0 alone has as many samples."""
     model = DistributedDataParallel(cuts.linear())
