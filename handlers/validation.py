@@ -61,7 +61,8 @@ class Validation(Handler):
             this handler, `EarlyStopping`, `ReduceOnPlateau` or `Checkpoint` misspells, is found at once; 0: do not. The result
             is dropped, and random numbers are restored. Of the evaluator's handlers those of the library and the metrics of
             Ignite are called, except at COMPLETED, and no others, so that none keeps or counts the result. Where one of the
-            others runs before forward, which may need it, this evaluation is left out.
+            others runs before forward, which may need it, this evaluation is left out; where one runs at another event than
+            COMPLETED, a metric or the score may need it, so only forward is run: metrics and the score are not looked at.
 
     Attributes:
         best: the best score so far, or None.
@@ -205,12 +206,14 @@ class Validation(Handler):
             trainer.section("evaluation"),
             append_handler(evaluator, Events.EPOCH_COMPLETED, self._skip_completed),
             without_handlers(evaluator, self._is_left_out) as left_out,
+            without_handlers(evaluator, lambda _, handler: _prepares(left_out) and isinstance(_owner(handler), Metric)),
         ):
             if any(event in _BEFORE_FORWARD for event in left_out):
                 return
             try:
                 metrics = self._evaluate(epoch_length=self.sanity)
-                for name in dict.fromkeys((self.score, *(name for name, _ in self._scores_of_others(trainer)))):
+                names = (self.score, *(name for name, _ in self._scores_of_others(trainer)))
+                for name in () if _prepares(left_out) else dict.fromkeys(names):
                     if name in metrics or not left_out:  # one that is left out may publish it
                         score_in(metrics, name)
             except Exception as error:
@@ -222,7 +225,7 @@ class Validation(Handler):
 
     def _is_left_out(self, event: Any, handler: Any) -> bool:
         """Whether the rehearsal must not reach a handler, which may keep what it is shown, such as the best weights."""
-        owner = handler.__self__ if isinstance(handler, MethodType) else handler
+        owner = _owner(handler)
         is_metric = isinstance(owner, Metric) and event != Events.COMPLETED
         return not (owner is self or is_metric or is_of_library(handler))
 
@@ -273,3 +276,12 @@ class Validation(Handler):
         self._latest_update = state_dict["latest_update"]
         set_generator_states(generators_within(self.loader), generators)
         self.is_best = self.best_update is not None and self.best_update == self._latest_update
+
+
+def _owner(handler: Any) -> Any:
+    return handler.__self__ if isinstance(handler, MethodType) else handler
+
+
+def _prepares(left_out: list[Any]) -> bool:
+    """Whether metrics and the score may need what handlers at these events do, which the rehearsal leaves out."""
+    return any(event != Events.COMPLETED for event in left_out)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ignite.engine import Engine, Events
 from ignite.handlers import ModelCheckpoint
-from ignite.metrics import Average, MetricsLambda
+from ignite.metrics import Average, Metric, MetricsLambda
 from torch import nn
 
 import cuts
@@ -93,6 +93,61 @@ def test_a_score_that_a_handler_of_the_script_publishes_may_be_missing_in_it(kin
     validation.attach(trainer)
     trainer.run(DATA)
     assert validation.best == 1.0
+
+
+class OfAnotherNumber(Metric):
+    """Computes from what a handler of the script has published."""
+
+    def __init__(self, evaluator: Engine) -> None:
+        self.evaluator = evaluator
+        super().__init__()
+
+    def reset(self) -> None:
+        """Nothing is added up."""
+
+    def update(self, output: Any) -> None:
+        """Nothing is added up."""
+
+    def compute(self) -> float:
+        """Twice the number."""
+        return 2 * float(self.evaluator.state.metrics["number"])
+
+
+def converted(evaluator: Engine) -> None:
+    """A handler of the script makes of the output what the metric needs."""
+
+    @evaluator.on(Events.ITERATION_COMPLETED)
+    def convert() -> None:
+        evaluator.state.output = {"number": 1.0}
+
+    Average(lambda output: output["number"]).attach(evaluator, "metric")
+
+
+def beside_the_output(evaluator: Engine) -> None:
+    """The metric reads what a handler of the script keeps."""
+    kept = dict[str, float]()
+    evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: kept.update(number=1.0))
+    Average(lambda _: kept["number"]).attach(evaluator, "metric")
+
+
+def from_another_number(evaluator: Engine) -> None:
+    """The metric computes from a number that a handler of the script publishes."""
+    evaluator.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.state.metrics.update(number=0.5))
+    OfAnotherNumber(evaluator).attach(evaluator, "metric")
+
+
+@pytest.mark.parametrize("need", [converted, beside_the_output, from_another_number])
+@pytest.mark.parametrize("kind", ["ours", "stock"])
+def test_a_metric_may_need_a_handler_of_the_script(kind: str, need: Callable[[Engine], None]) -> None:
+    """Only forward is rehearsed then."""
+    forwards = list[int]()
+    trainer, evaluator = make(kind, forwards)
+    need(evaluator)
+    validation = Validation(evaluator, DATA[:1], score="metric", mode="min")
+    validation.attach(trainer)
+    trainer.run(DATA)
+    assert validation.best == 1.0
+    assert forwards == [0, 3]
 
 
 def test_the_best_checkpoint_of_ignite_is_of_trained_weights(tmp_path: Path) -> None:
