@@ -147,12 +147,12 @@ class Evaluator(Loop):
             with contexts[0]():
                 self._run_inside(contexts[1:], loader)
             return
-        modes = modes_of(self.model)
+        modes, evaluated = modes_of(self.model), modes_of(self.model, training=())
         try:
             self.model.eval()
             super().run(loader)
         finally:
-            in_full(partial(set_modes, modes))
+            in_full(partial(set_modes, modes, since=evaluated))
 
     def _expected_length(self, data: Iterable[Any]) -> int | None:
         """Micro-batches of this rank; other ranks may have more or fewer."""

@@ -80,9 +80,10 @@ def check_forward(model: nn.Module, forward: Forward, micro_batches: Iterable[An
     """Tests whether an update with `forward` is the same however its samples are divided into micro-batches and ranks.
 
     For a test of your own training code: it makes the gradient of one update in up to six ways, in training mode, and compares.
-    If they differ it tries again with parts of the model in eval mode, to name what is in the way: layers with statistics
-    of the micro-batch (BatchNorm), random numbers (Dropout), a mean that is declared as a sum, a loss in which samples see each
-    other (in-batch negatives). Not exact is not wrong: it says that accumulation and ranks change what is trained.
+    A module in eval mode stays there where the model is in training mode. If they differ it tries again with parts of the model
+    in eval mode, to name what is in the way: layers with statistics of the micro-batch (BatchNorm), random numbers (Dropout), a
+    mean that is declared as a sum, a loss in which samples see each other (in-batch negatives). Not exact is not wrong: it says
+    that accumulation and ranks change what is trained.
 
     It leaves no trace in the model, its `.grad`, random numbers or what forward refers to. It runs in one process, without
     collectives; ranks add up the same sums as micro-batches do. A forward with collectives of its own is not covered.
@@ -111,7 +112,7 @@ def check_forward(model: nn.Module, forward: Forward, micro_batches: Iterable[An
         raise ValueError("micro_batches must hold at least one, got none")
     state = EvaluatorState()
     probe = _Probe(model, bind_forward(forward, lambda: state), group, state)
-    cuts, findings = probe.cuts(trained=model.modules()), []
+    cuts, findings = probe.cuts(trained=probe.trained.values()), []
     if not all(cut.is_exact for cut in cuts):
         findings = probe.causes()
     return ForwardCheck(tuple(cuts), tuple(dict.fromkeys([*probe.declarations(), *findings])))
@@ -129,10 +130,14 @@ class _Probe:
 
     def __init__(self, model: nn.Module, forward: BoundForward, group: Sequence[Any], state: EvaluatorState) -> None:
         self._model, self._forward, self._group, self._state = model, forward, group, state
-        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # The others are frozen in eval mode.
+        self.trained: dict[str, nn.Module] = {
+            name: one for name, one in model.named_modules() if one.training or not model.training
+        }
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._forward_state = ForwardState(model, state.carried, forward)
         self._ways = dict(_ways(group))
-        kinds = {parameter.dtype for parameter in self._trained}
+        kinds = {parameter.dtype for parameter in self._parameters}
         self._tolerance = max((_TOLERANCES.get(kind, 2e-2) for kind in kinds), default=1e-4)
 
     def cuts(self, trained: Iterable[nn.Module]) -> list[Cut]:
@@ -166,12 +171,12 @@ class _Probe:
         for name, _, size in rows:
             sizes[name] += float(size)  # type: ignore[assignment]  # a sample size may be a fraction
         mean = torch.stack([loss / (sizes[name] or 1.0) for name, loss, _ in rows]).sum()
-        gradients = torch.autograd.grad(mean, self._trained, allow_unused=True, materialize_grads=True)
+        gradients = torch.autograd.grad(mean, self._parameters, allow_unused=True, materialize_grads=True)
         return float(mean.detach()), list(gradients)
 
     def declarations(self) -> list[str]:
         """Loss and logs that are means where forward declares sums, or the other way."""
-        device = next((parameter.device for parameter in self._trained), torch.device("cpu"))
+        device = next((parameter.device for parameter in self._parameters), torch.device("cpu"))
         precision = Precision("fp32", device)
         return check_declaration(self._model, self._forward, self._group[0], carried=self._state.carried, precision=precision)
 
@@ -183,8 +188,8 @@ class _Probe:
         if not all(at_rest.values()):
             return self.declarations() or [self._cause_in_forward()]
         found = []
-        for kind in dict.fromkeys(type(module) for module in self._model.modules()):
-            modules = {name: module for name, module in self._model.named_modules() if type(module) is kind}
+        for kind in dict.fromkeys(map(type, self.trained.values())):
+            modules = {name: module for name, module in self.trained.items() if type(module) is kind}
             exact = {cut.name: cut.is_exact for cut in self.cuts(trained=modules.values())}
             if not all(exact.values()):
                 names = f"{kind.__name__} ({', '.join(map(repr, [*modules][:3]))}{', ...' if len(modules) > 3 else ''})"
@@ -247,9 +252,9 @@ def _piece(micro_batch: Any, first: int, last: int) -> Any:
 
 @contextmanager
 def _modes(model: nn.Module, trained: Iterable[nn.Module]) -> Iterator[None]:
-    before = modes_of(model)
+    before, within = modes_of(model), modes_of(model, trained)
     try:
-        set_modes(modes_of(model, trained))
+        set_modes(within, since=before)
         yield
     finally:
-        in_full(partial(set_modes, before))
+        in_full(partial(set_modes, before, since=within))

@@ -24,16 +24,24 @@ def modes_of(model: nn.Module, training: Iterable[nn.Module] | None = None) -> M
     return [(module, id(module) in chosen) for module in model.modules()]
 
 
-def set_modes(modes: Modes) -> None:
-    """Puts each module into a mode of its own, by calls of `train()`, which a module may have a definition of its own for.
+def set_modes(modes: Modes, *, since: Modes) -> None:
+    """Puts each module into a mode of its own, those with a `train()` or `eval()` of their own by a call of it, as by hand.
 
     An adapter takes its weights out of those of the layer there, and a cache is emptied. The attribute alone would leave them.
-    It may be called again where Ctrl-C has broken it off.
+    Where the mode stays, nothing is called: a frozen module may refuse `train()`. Call it again where Ctrl-C has broken it off.
+
+    Args:
+        modes: the modes to set.
+        since: the modes before, of the same modules in the same order.
     """
-    for module, mode in modes:
-        module.training = not mode  # so that the `train()` of each is called, also of one in which Ctrl-C came
+    for (module, before), (_, mode) in zip(since, modes, strict=True):
+        if before != mode:
+            module.training = before  # so that the `train()` in which Ctrl-C came is called again
     for module, mode in modes:
         if module.training != mode:
-            module.train(mode)
+            if type(module).train is nn.Module.train and type(module).eval is nn.Module.eval:
+                module.training = mode
+            else:
+                _ = module.train() if mode else module.eval()  # which may take no argument, and may reach all children
     for module, mode in modes:
         module.training = mode  # a second parent may have changed it, and a `train()` of the user's may keep another

@@ -17,6 +17,7 @@ from ignite_train import ForwardOutput, Trainer, check_forward, create_evaluator
 from ignite_train.evaluation import evaluator as evaluators
 from ignite_train.handlers import ModelEMA, Validation
 from ignite_train.model import modes
+from ignite_train.model.check_forward import _modes as modes_of_check
 
 DATA = [
     (torch.randn(6, 4, generator=seeded, dtype=torch.float64), torch.randn(6, 1, generator=seeded, dtype=torch.float64))
@@ -168,6 +169,73 @@ def test_each_module_is_in_its_own_mode_again(name: str) -> None:
     evaluator.run([torch.ones(4, 3)])
     assert not any(seen)
     assert [module.training for module in model.modules()] == before
+
+
+class WithoutArgument(nn.Sequential):
+    """Its `train()` and `eval()` take no argument."""
+
+    def train(self) -> WithoutArgument:  # type: ignore[override]
+        return super().train(True)
+
+    def eval(self) -> WithoutArgument:
+        return super().train(False)
+
+
+class Frozen(nn.Linear):
+    """It is in eval mode from the beginning and refuses to leave it."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.requires_grad_(False).training = False
+
+    def train(self, mode: bool = True) -> Frozen:  # noqa: FBT002  # as torch's
+        if mode:
+            raise RuntimeError("frozen")
+        return super().train(False)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("way", ["evaluator", "check_forward"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: WithoutArgument(nn.Linear(3, 3), nn.Dropout()),
+        lambda: nn.Sequential(Frozen(3, 3), nn.Linear(3, 3)),
+        lambda: nn.Sequential(torch.export.export(nn.Linear(3, 3), (torch.ones(4, 3),)).module(), nn.Linear(3, 3)),
+    ],
+    ids=["without argument", "frozen", "exported"],
+)
+def test_train_is_called_as_a_loop_by_hand_calls_it(make: Callable[[], nn.Module], way: str) -> None:
+    """Of one that takes no argument, and not of one that stays in eval mode; an exported one cannot be evaluated by hand."""
+    model = make()
+    before = [module.training for module in model.modules()]
+    if way == "check_forward":
+        check_forward(model, lambda model, x: model(x).square().mean(), [torch.ones(4, 3)])
+    else:
+        can_eval = not isinstance(model, nn.Sequential) or not isinstance(model[0], torch.fx.GraphModule)
+        with nullcontext() if can_eval else pytest.raises(NotImplementedError):
+            create_evaluator(model, lambda model, x: model(x).square().mean()).run([torch.ones(4, 3)])
+    assert [module.training for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("starts_in_training", [False, True])
+def test_adapters_are_as_before_wherever_a_check_of_forward_is_broken_off(starts_in_training: bool) -> None:
+    """A model that begins in eval mode has them in its weights afterwards."""
+
+    def run(pressing: Callable[[], Any]) -> Any:
+        model = model_of(Adapted).train(starts_in_training)
+        error = None
+        try:
+            with pressing():
+                check_forward(model, forward, DATA[:1])
+        except KeyboardInterrupt as raised:
+            error = raised
+        found = [module.training for module in model.modules()], [model[0].is_merged, model[2].is_merged]
+        del error
+        return found
+
+    places = at_each_place(run, modes_of_check, modes.modes_of, modes.set_modes, Adapted.train)
+    assert unlike(places) == []
+    assert places["nowhere"] == ([starts_in_training] * 4, [not starts_in_training] * 2)
 
 
 def test_adapters_are_apart_again_wherever_an_evaluation_is_broken_off() -> None:

@@ -133,3 +133,11 @@ def test_what_cannot_be_cut_is_an_error(given: list[Any]) -> None:
     """In one line."""
     with pytest.raises(ValueError, match=r"^micro_batches must hold"):
         check_forward(linear(), right, given)
+
+
+def test_a_module_that_is_frozen_in_eval_mode_stays_there() -> None:
+    """As in the training, where its statistics are constants."""
+    model = linear(nn.BatchNorm1d(6)).double()
+    assert not check_forward(model, right, micro_batches(8, 5)).is_exact
+    model[1].eval()
+    assert check_forward(model, right, micro_batches(8, 5)).is_exact
