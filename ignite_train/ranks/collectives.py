@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from ignite_train.internals.of_distributed import process_groups, sequence_number_of
 from ignite_train.model.in_full import in_full
 from ignite_train.model.memory_layout import as_bytes, own_memory
+from ignite_train.model.micro_batch_rollback import content_of
 
 __all__ = [
     "StartedSum",
@@ -203,22 +204,25 @@ def buffers_of_first_rank(module: nn.Module) -> Iterator[None]:
     """In this `with` every rank has the buffers of rank 0 (running statistics of BatchNorm, say), and afterwards its own.
 
     A buffer that was the same as on rank 0 keeps what is written into it meanwhile. Entering it is collective and blocking: a
-    broadcast for each buffer, and a look at its values (sync). It needs memory for a copy of the buffers that differ. Nothing
-    in a single process.
+    broadcast for each buffer, and elsewhere than on rank 0 a look at its values (sync) and memory for a copy of those that
+    differ. Nothing in a single process.
     """
     buffers = [one.detach() for one in module.buffers() if not isinstance(one, DTensor)] if world_size() > 1 else []
     own: list[tuple[Tensor, Tensor]] = []
 
     def put_back() -> None:
-        for memory, values in own:
+        for memory, values in reversed(own):  # the copy of one that shares memory with an earlier one has that of rank 0
             memory.copy_(values)
 
     try:
         for buffer in buffers:
+            if is_main_rank():
+                broadcast(buffer)
+                continue
             memory = own_memory(buffer)
             own.append((memory, memory.clone()))
             broadcast(buffer)
-            if torch.equal(*own[-1]):
+            if buffer.is_meta or torch.equal(*map(content_of, own[-1])):  # by bytes: NaN is equal to itself, in all dtypes
                 own.pop()
         yield
     finally:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import ignite.distributed as idist
 import pytest
@@ -15,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from bits import bit_by_bit
 from ignite_train import Evaluator, ForwardOutput, UpdateOptions, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint, ModelSync, Validation
+from ignite_train.model.micro_batch_rollback import content_of
+from ignite_train.ranks.collectives import buffers_of_first_rank
 from ranks import run_ranks
 
 
@@ -93,3 +98,55 @@ def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(way: str, tmp_p
     whole = run_ranks(_train_on_this_rank, way, "validated", tmp_path / "whole", (3,))
     parts = run_ranks(_train_on_this_rank, way, "validated", tmp_path / "parts", (2, 3))
     assert [rank[0] for rank in parts] == [rank[0] for rank in whole]
+
+
+KINDS: dict[str, Callable[[int], list[Tensor]]] = {
+    "a view before its base": lambda rank: _views(rank)[::-1],
+    "a view behind its base": lambda rank: _views(rank),
+    "NaN": lambda _: [torch.full((4,), math.nan)],
+    "ComplexHalf": lambda _: [torch.ones(4, dtype=torch.complex32)],
+    "Float4": lambda _: [torch.ones(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)],
+    "transposed": lambda rank: [torch.arange(6.0).add(rank).view(2, 3).t()],
+    "meta": lambda _: [torch.ones(4, device="meta")],
+}
+
+
+def _views(rank: int) -> list[Tensor]:
+    base = torch.full((4,), 1.0 + rank)
+    return [base, base[:2]]
+
+
+def _evaluate_with(kind: str) -> tuple[list[Any], list[Any], int]:
+    """The buffers before an evaluation and after it, of which forward writes into the first where they are equal and NaN."""
+    buffers = KINDS[kind](idist.get_rank())
+    module = nn.Module()
+    for number, buffer in enumerate(buffers):
+        module.register_buffer(str(number), buffer)
+
+    def bits() -> list[Any]:
+        return [[] if one.is_meta else content_of(one).tolist() for one in buffers]
+
+    before, copies, clone = bits(), list[Tensor](), Tensor.clone
+    with patch.object(Tensor, "clone", lambda one: copies.append(one) or clone(one)), buffers_of_first_rank(module):
+        within, num_copies = bits(), len(copies)
+        if kind == "NaN":
+            buffers[0][0] = 7.0
+    assert within == _of_first_rank(kind)
+    after = bits()
+    if kind == "NaN":
+        assert buffers[0][0] == 7.0, "a buffer that was the same keeps what is written into it"
+        after = before
+    return before, after, num_copies
+
+
+def _of_first_rank(kind: str) -> list[Any]:
+    return [[] if one.is_meta else content_of(one).tolist() for one in KINDS[kind](0)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_buffers_of_any_kind_are_as_before(kind: str) -> None:
+    """Also those that share memory, and those whose values torch cannot compare; rank 0 copies none."""
+    for rank, (before, after, num_copies) in enumerate(run_ranks(_evaluate_with, kind)):
+        assert after == before
+        assert rank > 0 or num_copies == 0
