@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from ignite.engine import Events
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -77,7 +78,7 @@ class OptimizerModes(Handler):
         refuse_other_optimizer(trainer.optimizers, self.optimizer)
         if evaluator is not None and not isinstance(evaluator, Evaluator):
             raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
-        trainer.on_enter.append(lambda _: self.optimizer.train())
+        trainer.on_enter.append(self._begin)
         if evaluator is not None:
             evaluator.run_within(partial(self._evaluating, trainer.replicas))
             note_scored_weights(evaluator, self)
@@ -93,6 +94,19 @@ class OptimizerModes(Handler):
         self.optimizer.train()  # in which it was saved
         yield
         self.optimizer.eval()
+
+    def _begin(self, trainer: Trainer) -> None:
+        """Goes into training mode now, and again in the first update of the run.
+
+        The state of a checkpoint is put back for the second time after STARTED or EPOCH_STARTED, and may be in eval mode.
+        """
+        self.optimizer.train()
+
+        def train() -> None:
+            handle.remove()
+            self.optimizer.train()
+
+        handle = trainer.append_event_handler(Events.ITERATION_STARTED, train)
 
     @contextmanager
     def _evaluating(self, replicas: Replicas) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 import cuts
 from bits import bit_by_bit
-from ignite_train import create_evaluator, create_trainer
+from ignite_train import Trainer, create_evaluator, create_trainer
 from ignite_train.checkpoint import load_weights
 from ignite_train.handlers import Checkpoint, ModelEMA, OptimizerModes, Validation
 from mistakes import Mistake, assert_one_line
@@ -103,6 +104,43 @@ def test_resumed_in_the_middle(tmp_path: Path) -> None:
     trainer.run(DATA, max_epochs=1, resume="must")
     assert bit_by_bit(model.state_dict()) == bit_by_bit(expected.state_dict())
     assert rest == losses[2:]
+
+
+@pytest.mark.parametrize("num_updates", [4, 6], ids=["between epochs", "in an epoch"])
+@pytest.mark.parametrize("modes_first", [True, False])
+def test_a_run_resumes_from_a_state_in_eval_mode(modes_first: bool, num_updates: int, tmp_path: Path) -> None:
+    """As `save()` writes it after `load_best()`. The best state is the latest, so training goes on as if nothing had been."""
+
+    def make() -> tuple[Trainer, nn.Module, Checkpoint, ScheduleFreeSGD]:
+        model = cuts.linear()
+        optimizer, checkpoint = (
+            ScheduleFreeSGD(model.parameters(), lr=0.05),
+            Checkpoint(tmp_path, every=1, score="updates", mode="min"),
+        )
+        trainer, evaluator = create_trainer(model, optimizer, cuts.forward), create_evaluator(model, cuts.forward)
+        evaluator.add_event_handler(
+            Events.EPOCH_COMPLETED, lambda: evaluator.state.metrics.update(updates=-trainer.updates_done)
+        )
+        steps: list[Callable[[], object]] = [
+            lambda: OptimizerModes(optimizer).attach(trainer, evaluator=evaluator),
+            lambda: checkpoint.attach(trainer, evaluator=evaluator),
+        ]
+        for step in steps if modes_first else reversed(steps):
+            step()
+        Validation(evaluator, DATA, score="updates", mode="min").attach(trainer, Events.ITERATION_COMPLETED)
+        return trainer, model, checkpoint, optimizer
+
+    trainer, _, checkpoint, optimizer = make()
+    trainer.run(DATA, max_iters=num_updates)
+    checkpoint.load_best()
+    checkpoint.save()
+    assert not optimizer.param_groups[0]["train_mode"]
+    trainer, model, _, optimizer = make()
+    trainer.run(DATA, max_iters=8, resume="must")
+    assert optimizer.param_groups[0]["train_mode"]
+    whole, expected, _, _, _ = job()
+    whole.run(DATA, max_epochs=2)
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-10, atol=0.0)
 
 
 def test_no_checkpoint_has_the_weights_of_an_evaluation(tmp_path: Path) -> None:
