@@ -117,7 +117,8 @@ class Validation(Handler):
         if any(one.evaluator is self.evaluator for one in others):
             raise ValueError(
                 "evaluator must belong to one Validation, got one that another Validation runs, so that their results would "
-                "have the same names; make a second evaluator with create_evaluator for each loader"
+                "have the same names; make a second evaluator with create_evaluator for each loader, or remove the first "
+                "Validation with handle.remove(), where handle is what its attach returned"
             )
         if is_read_once(self.loader):
             if event is Events.EPOCH_COMPLETED:
