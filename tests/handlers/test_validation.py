@@ -183,7 +183,7 @@ def test_two_validations_of_one_evaluator_are_refused() -> None:
     first.attach(trainer, Events.EPOCH_COMPLETED(every=2))
     first.attach(trainer, Events.ITERATION_COMPLETED(every=2))
     for one in (second, Validation(evaluator, HELD_OUT)):
-        says = r"^evaluator must belong to one Validation, .*; make a second evaluator .* for each loader, or .* handle\.remove\(\)"
+        says = r"^evaluator must belong to one Validation, .*; make a second evaluator .*, or .* handle\.remove\(\)"
         with pytest.raises(ValueError, match=says):
             one.attach(trainer)
     other = make()
