@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -54,7 +55,7 @@ def waits_for_ranks(metric: Metric) -> bool:
     if isinstance(metric, RunningAverage) and isinstance(metric.src, Metric):
         return waits_for_ranks(metric.src)
     compute = type(metric).compute
-    is_decorated = hasattr(compute, "__wrapped__")
+    is_decorated = inspect.unwrap(compute) is not compute
     return is_decorated or (compute.__module__.startswith("ignite.") and not isinstance(metric, GpuInfo))
 
 
