@@ -96,7 +96,8 @@ class Moments:
     Attributes:
         output_transform: called with the record when it is published, and makes `state.output` of it; None: that is the record.
         on_backward: called with the result of a forward when its backward is done.
-        before_norm: called with the trainer after an update's last backward, before the norm is taken, on every rank.
+        before_norm: called with the trainer after an update's last backward, before the norm is taken, on every rank; after
+            that of each further evaluation too, where the optimizer has a closure.
         after_update: called with the trainer when an update is counted, before its last events.
         on_record: called with the record of an update, after `after_update`.
     """

@@ -141,7 +141,7 @@ class ClosureStep:
         if self._seeding is not None:
             self._seeding.step(evaluation)
         with torch.no_grad():  # gradients may have graphs
-            totals = self.gather.cross_again(outgoing)
+            totals = self.gather.cross_again(trainer, outgoing)
         decision = decide(trainer, totals)
         if decision.skipped_reason is not None:
             raise _NotFiniteError(decision)

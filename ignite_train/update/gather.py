@@ -165,8 +165,10 @@ class Gather:
         """
         return totals._replace(norm=self.crossing.norm(self.gradients))
 
-    def cross_again(self, outgoing: Outgoing) -> Totals:
+    def cross_again(self, trainer: Trainer, outgoing: Outgoing) -> Totals:
         """Gives the numbers of another evaluation of the loss, after `again`. Collective; waits for the device."""
+        for callback in trainer.moments.before_norm:
+            callback(trainer)
         totals = self.statistics.finish(self.crossing.finish(outgoing, self.statistics, self.gradients))
         return totals if may_trust_norm(totals.norm) or totals.sample_size == 0 else self._with_norm(totals)
 

@@ -78,6 +78,65 @@ def test_against_a_plain_loop(until: Any) -> None:
         torch.testing.assert_close(value.tolist(), weights[name], rtol=1e-12, atol=1e-14)
 
 
+def optimizer_with_closure(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    if kind == "lbfgs":
+        return torch.optim.LBFGS(model.parameters(), lr=0.02, max_iter=3)
+    return TwoEvaluations(model.parameters(), lr=0.05, momentum=0.9)
+
+
+class TwoEvaluations(torch.optim.SGD):
+    """Steps along the gradient where a step along the gradient leads, as SAM does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        evaluate = torch.enable_grad()(closure)
+        evaluate()
+        moves = {p: 0.1 * p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
+        for parameter, move in moves.items():
+            parameter.add_(move)
+        loss = evaluate()
+        for parameter, move in moves.items():
+            parameter.sub_(move)
+        super().step()
+        return loss
+
+
+def by_hand_with_closure(kind: str) -> dict[str, Any]:
+    """A plain loop: each evaluation removes the frozen gradients, clips and leaves the rest to the optimizer."""
+    model = net()
+    optimizer = optimizer_with_closure(kind, model)
+    for step in range(len(DATA) // 2):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = mean_loss(model, torch.cat(DATA[2 * step : 2 * step + 2]))
+            loss.backward()  # type: ignore[no-untyped-call]
+            if step < UNTIL:
+                model[0].zero_grad()
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            return loss.detach()
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("closure", [True, "replay"])
+@pytest.mark.parametrize("kind", ["lbfgs", "two"])
+def test_an_optimizer_that_evaluates_the_loss_again_moves_nothing_frozen(kind: str, closure: Any) -> None:
+    """The weights are those of a plain loop, which drops the frozen gradients in each evaluation; then all of them train."""
+    model = net()
+    options = UpdateOptions(closure=closure)
+    arguments: Any = {"max_grad_norm": MAX_NORM, "accumulation_steps": 2, "options": options}
+    trainer = create_trainer(model, optimizer_with_closure(kind, model), mean_loss, **arguments)
+    Freeze(model[0], until=UNTIL).attach(trainer)
+    before = bit_by_bit(model[0].state_dict())
+    trainer.run(DATA, max_iters=UNTIL)
+    assert bit_by_bit(model[0].state_dict()) == before
+    trainer.run(DATA, max_epochs=1)
+    for name, value in by_hand_with_closure(kind).items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-7, atol=1e-10)
+
+
 def test_the_optimizer_of_the_frozen_part_may_be_another() -> None:
     """Of several optimizers one finds nothing to step while its parameters are frozen."""
     model = net()
