@@ -41,7 +41,7 @@ class AveragingHandler(Handler):
 
     A derived class defines `decay_in` and passes `device`: where the averages are; None: where the weights are. It sets
     `follows_until_first` where the average, until the first averaging, must be the weights of the moment, and not the weights
-    with which a run began.
+    with which the first run began.
 
     Attributes:
         num_updates: how often it has averaged.
@@ -66,6 +66,7 @@ class AveragingHandler(Handler):
         self._model: nn.Module | None = None
         self._averages: dict[str, Tensor] = {}
         self._is_swapped_in = False
+        self._begun_at: int | None = None  # the steps made when the average began; None: it has not; -1: before a checkpoint
 
     def decay_in(self, number: int) -> float:
         """The weight of the average in averaging `number`, which is 1 for the first; in [0, 1)."""
@@ -85,7 +86,8 @@ class AveragingHandler(Handler):
         self._model = model
         if self.num_updates == 0:  # or else it was taken off, and continues
             self._averages = {name: self._average(value) for name, value in averaged_tensors(model).items()}
-        trainer.on_enter.append(lambda _: self._begin_average())
+            self._begun_at = None
+        trainer.on_enter.append(lambda entered: self._enter(entered))  # a method would count as attached after it was removed
         return trainer.prepend_event_handler(event, self)
 
     def use_in(self, evaluator: Evaluator) -> None:
@@ -184,7 +186,7 @@ class AveragingHandler(Handler):
         check_fields(type(self).__name__, state_dict, {"num_updates": COUNT, "model": MAPPING})
         saved = state_dict["model"]
         check_same_model(saved, self._averages)
-        self.num_updates = state_dict["num_updates"]
+        self.num_updates, self._begun_at = state_dict["num_updates"], -1
         with torch.no_grad():
             for name, average in self._averages.items():
                 average.copy_(saved[name])
@@ -197,6 +199,15 @@ class AveragingHandler(Handler):
         self._take_over_statistics()
         weights = averaged_tensors(self._attached())
         foreach_copy_(local_tensors(weights.values()), local_tensors(self._averages.values()))
+
+    def _enter(self, trainer: Trainer) -> None:
+        """A run or session begins: what the script has put into the model since `attach` counts, as no step has been made.
+
+        After a step the average stays, although a filter of the event may not have let anything be averaged yet.
+        """
+        if self._begun_at in (None, trainer.state.num_steps):
+            self._begin_average()
+            self._begun_at = trainer.state.num_steps
 
     def _begin_average(self) -> None:
         """Before the first averaging, the average is that of the weights now."""

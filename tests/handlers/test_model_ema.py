@@ -156,6 +156,68 @@ def test_it_begins_with_the_weights_of_the_first_run() -> None:
     assert bit_by_bit(averaged(ema)["last.weight"]) == bit_by_bit(model.last.weight)
 
 
+def rarely_averaged(model: nn.Module) -> tuple[Trainer, ModelEMA]:
+    trainer, ema = make(model), ModelEMA(0.9, warm_up=False)
+    ema.attach(trainer, TrainEvents.STEP_COMPLETED(every=4))
+    return trainer, ema
+
+
+@pytest.mark.parametrize("ends", ["limit", "error"])
+def test_runs_that_end_before_the_first_averaging_are_as_one_run(ends: str) -> None:
+    """The average is the same, to the bit, whether it averages for the first time in the first run or in the third."""
+    whole, expected = rarely_averaged(net())
+    whole.run(DATA, max_iters=6)
+    trainer, ema = rarely_averaged(net())
+    for number in (1, 3):
+        if ends == "limit":
+            trainer.run(DATA, max_iters=number)
+            continue
+        handle = trainer.add_event_handler(Events.ITERATION_STARTED(once=number + 1), lambda: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            trainer.run(DATA, max_iters=6)
+        handle.remove()
+    trainer.run(DATA, max_iters=6)
+    assert ema.num_updates == 1
+    assert bit_by_bit(ema.state_dict()) == bit_by_bit(expected.state_dict())
+
+
+@pytest.mark.parametrize("ema_first", [True, False], ids=["ema-first", "checkpoint-first"])
+def test_resumed_before_the_first_averaging_it_is_as_one_run(ema_first: bool, tmp_path: Path) -> None:
+    """The weights with which the average began come from the checkpoint, and are not those that are restored."""
+    whole, expected = rarely_averaged(net())
+    whole.run(DATA, max_iters=6)
+    for number in (3, 6):
+        trainer, ema = make(net()), ModelEMA(0.9, warm_up=False)
+        checkpoint = Checkpoint(tmp_path, every=1, asynchronous=False)
+        if not ema_first:
+            checkpoint.attach(trainer)
+        ema.attach(trainer, TrainEvents.STEP_COMPLETED(every=4))
+        if ema_first:
+            checkpoint.attach(trainer)
+        trainer.run(DATA, max_iters=number)
+    assert bit_by_bit(ema.state_dict()) == bit_by_bit(expected.state_dict())
+
+
+def test_attached_after_a_run_it_begins_with_the_weights_of_the_next_one() -> None:
+    """Also where a run has failed before its first step, and the script has loaded other weights."""
+    model = net()
+    trainer = make(model, rate=0.0)
+    trainer.run(DATA, max_iters=1)
+    ema = ModelEMA(0.9)
+    ema.attach(trainer)
+    with torch.no_grad():
+        model.last.weight.fill_(7.0)
+    handle = trainer.add_event_handler(Events.ITERATION_STARTED, lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(DATA, max_iters=6)
+    handle.remove()
+    with torch.no_grad():
+        model.last.weight.fill_(9.0)
+    model.norm.eval()
+    trainer.run(DATA, max_iters=6)
+    torch.testing.assert_close(averaged(ema)["last.weight"], model.last.weight.detach(), rtol=1e-14, atol=0)
+
+
 # --- in the place of the weights ---
 
 
