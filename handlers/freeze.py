@@ -59,6 +59,7 @@ class Freeze(Handler):
             raise TypeError(f"module must be a torch.nn.Module or a list of parameters, got {describe(module)}")
         self._module: Any = module if isinstance(module, nn.Module) else list(module)
         self._frozen: list[nn.Parameter] = []
+        self._has_dropped = False  # in the latest update
 
     def attach(self, trainer: Trainer) -> None:
         """Freezes them in the updates of `trainer`.
@@ -80,6 +81,7 @@ class Freeze(Handler):
                 "module must leave something that trains, got all parameters of the optimizer; pass a part of the model"
             )
         trainer.moments.before_norm.append(self._drop)
+        trainer.moments.frozen.append(lambda: self._frozen if self._has_dropped else [])
 
     def settings(self) -> dict[str, Any]:
         """Also how many parameters it freezes, since a resumed run may have another module frozen."""
@@ -92,6 +94,7 @@ class Freeze(Handler):
         return self.until is None or state.num_steps < self.until
 
     def _drop(self, trainer: Trainer) -> None:
-        if self.is_frozen(trainer.state):
+        self._has_dropped = self.is_frozen(trainer.state)
+        if self._has_dropped:
             for parameter in self._frozen:
                 parameter.grad = None

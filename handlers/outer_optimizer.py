@@ -44,7 +44,8 @@ class OuterOptimizer(Handler):
     The outer step is made at the end of an update, before its `STEP_COMPLETED`: handlers of that update see equal weights.
     Validate, average (`ModelEMA`) and save there: at `Events.ITERATION_COMPLETED(every=H)` or a multiple. A checkpoint between
     two outer steps has the weights of each rank, and resumes bitwise on the same number of ranks. If an outer step raises, the
-    replicas keep their weights, and the next one is made H updates later. Buffers stay each rank's own: see `ModelSync`.
+    replicas keep their weights, and the next one is made H updates later. Buffers stay each rank's own: see `ModelSync`. The
+    outer step moves no parameter that a `Freeze` has held since the one before, by momentum or weight decay either.
 
     It costs memory for a copy of the weights, the state of the outer optimizer, and at an outer step the differences twice
     more; and an all-reduce of the weights every H updates, for which the device is waited for. All ranks must attach it.
@@ -240,12 +241,16 @@ class OuterOptimizer(Handler):
         differences = [weight - parameter for weight, parameter in zip(weights, parameters, strict=True)]
         mean_over_ranks(differences)
         norms = [torch.linalg.vector_norm(one, dtype=torch.promote_types(one.dtype, torch.float64)) for one in differences]
-        self.grad_norm = float(torch.stack([norm.cpu() for norm in norms]).norm())  # sync
+        on_host = torch.stack([norm.cpu() for norm in norms])  # sync
+        self.grad_norm = float(on_host.norm())
         if not math.isfinite(self.grad_norm):
             raise NonFiniteError(trainer.state.iteration, math.nan, self.grad_norm, ("in the outer gradient",))
+        # What was thawed for a part of the interval has moved, and replicas differ in it.
+        frozen = {id(parameter) for function in trainer.moments.frozen for parameter in function()}
+        stays = [id(one) in frozen and norm == 0.0 for one, norm in zip(parameters, on_host.tolist(), strict=True)]
         kept = [(parameter.grad, parameter.clone()) for parameter in parameters]
         try:
-            self._step_along(differences, parameters, weights, rates)
+            self._step_along(differences, parameters, weights, rates, stays)
         except BaseException:
             for parameter, (_, own) in zip(parameters, kept, strict=True):
                 parameter.copy_(own)
@@ -259,12 +264,18 @@ class OuterOptimizer(Handler):
         self.num_outer_steps += 1
 
     def _step_along(
-        self, differences: list[Tensor], parameters: list[nn.Parameter], weights: list[Tensor], rates: list[Any]
+        self,
+        differences: list[Tensor],
+        parameters: list[nn.Parameter],
+        weights: list[Tensor],
+        rates: list[Any],
+        stays: list[bool],
     ) -> None:
         """Moves the parameters from the weights of the latest outer step along their mean differences, which it changes."""
-        for parameter, weight, difference in zip(parameters, weights, differences, strict=True):
+        for parameter, weight, difference, stay in zip(parameters, weights, differences, stays, strict=True):
             parameter.copy_(weight)
-            parameter.grad = difference if parameter.requires_grad else None  # momentum would move a frozen one
+            # Momentum and weight decay would move a frozen one.
+            parameter.grad = None if stay or not parameter.requires_grad else difference
         for difference, rate in zip(differences, rates, strict=False):
             difference.div_(rate)
         self.optimizer.step()

@@ -98,6 +98,7 @@ class Moments:
         on_backward: called with the result of a forward when its backward is done.
         before_norm: called with the trainer after an update's last backward, before the norm is taken, on every rank; after
             that of each further evaluation too, where the optimizer has a closure.
+        frozen: give the parameters that the latest update has kept as they are, to what moves parameters beside the optimizer.
         after_update: called with the trainer when an update is counted, before its last events.
         on_record: called with the record of an update, after `after_update`.
     """
@@ -105,6 +106,7 @@ class Moments:
     output_transform: OutputTransform | None = None
     on_backward: list[Callable[[ForwardOutput], None]] = field(default_factory=list)
     before_norm: list[Callable[[Trainer], None]] = field(default_factory=list)
+    frozen: list[Callable[[], Sequence[nn.Parameter]]] = field(default_factory=list)
     after_update: list[Callable[[Trainer], None]] = field(default_factory=list)
     on_record: list[Callable[[UpdateOutput], None]] = field(default_factory=list)
 

@@ -30,6 +30,7 @@ from ignite_train import (
 )
 from ignite_train.handlers import (
     Checkpoint,
+    Freeze,
     LearningRateSchedule,
     OuterOptimizer,
     StateConsistency,
@@ -43,6 +44,7 @@ from tiers import slow
 H = 3
 RATE = 0.05
 DATA = [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in range(24)]
+MANY = [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in range(36)]
 GOAL = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
 
 
@@ -182,6 +184,87 @@ def test_the_first_outer_step_is_from_the_weights_with_which_training_began() ->
             trainer.run(DATA, max_iters=stop)
         ends.append(weight_of(trainer))
     assert ends[0] == ends[1] == ends[2]
+
+
+def two_layers() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def is_thawed(update: int) -> bool:
+    """False for an interval, True from the middle of the next one and for another, in which data moves nothing; then once."""
+    return update > H + 1 and (update <= 3 * H or update == 4 * H + 1)
+
+
+def frozen_by_hand(ranks: int, updates: int, settings: dict[str, Any]) -> tuple[list[float], list[list[float]]]:
+    """Two plain loops, one inside the other: frozen gradients are None inside, and outside after an interval of such ones."""
+    center = two_layers()
+    replicas = [two_layers() for _ in range(ranks)]
+    outer, firsts = torch.optim.SGD(center.parameters(), **settings), []
+    for update in range(1, updates + 1):
+        for rank, replica in enumerate(replicas):
+            if 2 * H < update <= 3 * H:
+                continue  # where the data is not finite
+            x = MANY[rank::ranks][update - 1]
+            optimizer = torch.optim.SGD(replica.parameters(), lr=RATE, weight_decay=0.1)
+            (forward(replica, x).loss / len(x)).backward()  # type: ignore[no-untyped-call]
+            if not is_thawed(update):
+                replica[0].zero_grad()
+            optimizer.step()
+            replica.zero_grad()
+        if update % H == 0:
+            others = [[*replica.parameters()] for replica in replicas]
+            for one, *of_ranks in zip(center.parameters(), *others, strict=True):
+                one.grad = one.detach() - torch.stack([other.detach() for other in of_ranks]).mean(0)
+            if not any(map(is_thawed, range(update - H + 1, update + 1))):
+                center[0].zero_grad()
+            outer.step()
+            for replica in replicas:
+                replica.load_state_dict(center.state_dict())
+            firsts.append(center[0].weight.detach().flatten().tolist())
+    return [value for parameter in replicas[0].parameters() for value in parameter.detach().flatten().tolist()], firsts
+
+
+OUTER_SETTINGS: list[dict[str, Any]] = [
+    {"lr": 0.7, "momentum": 0.9, "nesterov": True},
+    {"lr": 0.7, "weight_decay": 0.1},
+    {"lr": 0.7, "momentum": 0.5, "weight_decay": 0.1},
+]
+FROZEN_UPDATES = 6 * H
+
+
+def frozen_inside(settings: dict[str, Any]) -> tuple[list[float], list[list[float]]]:
+    model = two_layers()
+    inner = torch.optim.SGD(model.parameters(), lr=RATE, weight_decay=0.1)
+    trainer = create_trainer(model, inner, forward, options=UpdateOptions(reduction="local", on_nonfinite="skip"))
+    Freeze(model[0], until=lambda state: is_thawed(state.iteration)).attach(trainer)
+    OuterOptimizer(torch.optim.SGD(model.parameters(), **settings), every=H).attach(trainer)
+    firsts: list[list[float]] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=H), lambda: firsts.append(model[0].weight.flatten().tolist()))
+    data = [one * math.nan if 2 * H <= index < 3 * H else one for index, one in enumerate(share_of_many())]
+    trainer.run(data, max_iters=FROZEN_UPDATES)
+    return weight_of(trainer), firsts
+
+
+def share_of_many() -> list[Tensor]:
+    return MANY[idist.get_rank() :: idist.get_world_size()]
+
+
+@pytest.mark.parametrize("settings", OUTER_SETTINGS, ids=["momentum", "decay", "both"])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_is_frozen_for_an_interval_is_not_moved_by_the_outer_step(ranks: int, settings: dict[str, Any]) -> None:
+    """By two loops by hand. What is thawed and moved by nothing coasts on, as does all that no `Freeze` holds."""
+    expected, expected_firsts = frozen_by_hand(ranks, FROZEN_UPDATES, settings)
+    found = [frozen_inside(settings)] if ranks == 1 else run_ranks(frozen_inside, settings)
+    for weights, firsts in found:
+        assert weights == pytest.approx(expected, rel=1e-10, abs=1e-13)
+        for one, by_loop in zip(firsts, expected_firsts, strict=True):
+            assert one == pytest.approx(by_loop, rel=1e-10, abs=1e-13)
+        assert firsts[0] == two_layers()[0].weight.flatten().tolist()
+        assert firsts[1] != firsts[2], "it coasts while all updates are skipped, or decays"
+        assert firsts[3] == firsts[2]
+        assert firsts[5] == firsts[4]
 
 
 def test_complex_weights() -> None:
