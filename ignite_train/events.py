@@ -38,7 +38,8 @@ class TrainEvents(EventEnum, metaclass=_Named):
     ``MICRO_BATCH_STARTED``  ``num_micro_batches``  gradients are accumulating; this micro-batch has not run
     ``FORWARD_COMPLETED``    ``num_micro_batches``  ``state.forward_output`` is known, no backward yet
     ``BACKWARD_COMPLETED``   ``num_micro_batches``  this micro-batch's gradients are added, times the loss scale, on this rank;
-                                                    after the last one the hooks of DDP and FSDP2 have reduced them
+                                                    after the last one the hooks of DDP and FSDP2 have reduced them. Not fired
+                                                    for a micro-batch that ``on_out_of_memory="skip"`` has dropped
     ``GRADIENTS_REDUCED``    ``iteration``          ``.grad`` of each parameter is the mean gradient, over ranks too, and may be
                                                     changed in place; its norm is taken after this event, and the update
                                                     skipped if that is not finite. Not fired without samples, and if the loss

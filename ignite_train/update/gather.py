@@ -100,7 +100,8 @@ class Gather:
                     gradients.separate()
                     for callback in trainer.moments.on_backward:
                         callback(state.forward_output)
-            if self._is_guarded:
+            # The output of a micro-batch that was dropped, since it ran out of memory, is gone.
+            if self._is_guarded and state.forward_output is not None:
                 self._guard.fire(trainer, _BACKWARD_COMPLETED)
             if passes.options.create_graph:
                 # Handlers of BACKWARD_COMPLETED may read the graph of a gradient; the next backward must not extend it.

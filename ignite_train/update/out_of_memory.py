@@ -62,9 +62,9 @@ def memory_summary() -> str:
 class RecoverFromOutOfMemory:
     """Takes back what a failed attempt has done, and drops the micro-batch or halves it.
 
-    Gradients, statistics and what forward changes are as if the attempt had not been, so that the update is bitwise the one
-    in which that micro-batch had no weight; halves make the same sums as the whole, because their weights are sample sizes.
-    The price is a second buffer of gradients while a micro-batch runs.
+    Gradients, statistics, `state.forward_output` and what forward changes are as if the attempt had not been, so that the
+    update is bitwise the one in which that micro-batch had no weight; halves make the same sums as the whole, because their
+    weights are sample sizes. The price is a second buffer of gradients while a micro-batch runs.
 
     Args:
         passes: forward, whose changes are put back. With `on_out_of_memory="split"` a micro-batch is halved, rather than
@@ -74,7 +74,7 @@ class RecoverFromOutOfMemory:
     """
 
     def __init__(self, passes: ForwardBackward, gradients: Gradients, statistics: Statistics) -> None:
-        self._split = passes.options.on_out_of_memory == "split"
+        self._state, self._split = passes.state, passes.options.on_out_of_memory == "split"
         # Copies of all parameters are what a lack of memory is made of.
         self._forward_state = ForwardState(passes.module, passes.carried, passes.user_forward, copies=False)
         self._gradients, self._statistics = gradients, statistics
@@ -101,7 +101,8 @@ class RecoverFromOutOfMemory:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            error.__traceback__ = None  # its frames hold the memory that the next attempt needs
+            # Its frames and the graph of the loss hold the memory that the next attempt needs.
+            error.__traceback__ = self._state.forward_output = None
             self._gradients.put_back(aside)
             self._statistics.rewind(sums)
             self._forward_state.put_back(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -130,6 +131,44 @@ def test_skip_is_bitwise_a_micro_batch_of_weight_zero(site: str, failing: int, a
     assert skipped[0]["events"] == skipped[1]["events"]
     update = 1 if at <= 3 else 3  # an epoch is two updates, of 3 + 3 and of 1 + 1 micro-batches
     assert skipped[0]["events"] == [(update, 1, 5)]
+
+
+@pytest.mark.parametrize("site", ["forward", "backward"])
+@pytest.mark.parametrize("policy", ["skip", "split"])
+def test_no_backward_is_told_of_for_a_dropped_micro_batch(policy: str, site: str) -> None:
+    """Its graph is freed before the next forward. A micro-batch that was halved is told of once, after its last part."""
+    failed: list[weakref.ref[torch.Tensor]] = []
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        assert all(loss() is None for loss in failed), "the graph of a failed attempt holds memory"
+        output = cuts.forward(model, micro_batch)
+        fails = trainer.state.num_micro_batches == 2 and len(micro_batch[0]) > 4
+        if fails and site == "forward":
+            raise torch.OutOfMemoryError("no room in forward")
+        if fails:
+            output = output._replace(loss=Explode.apply(output.loss))
+            failed.append(weakref.ref(output.loss))
+        return output
+
+    model, told = cuts.linear(), []
+    optimizer, options = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE), UpdateOptions(on_out_of_memory=policy)  # type: ignore[arg-type]
+    trainer = create_trainer(model, optimizer, forward, accumulation_steps=3, options=options)
+
+    def tell(trainer: Any, name: str) -> None:
+        output = trainer.state.forward_output
+        told.append((name[:3], trainer.state.num_micro_batches, None if output is None else output.sample_size))
+
+    for event in (TrainEvents.MICRO_BATCH_STARTED, TrainEvents.FORWARD_COMPLETED, TrainEvents.BACKWARD_COMPLETED):
+        trainer.add_event_handler(event, tell, event.name)
+    weights = [cuts.forward(model, one).sample_size for one in cuts.cut(cuts.samples(), [3, 4, 4, 2])]
+    trainer.run(cuts.cut(cuts.samples(), [3, 8, 2]), max_epochs=1)
+    first = [("MIC", 1, None), ("FOR", 1, weights[0]), ("BAC", 1, weights[0])]
+    whole = [("FOR", 2, weights[1] + weights[2])] if site == "backward" else []
+    halves = [("FOR", 2, weights[1]), ("FOR", 2, weights[2]), ("BAC", 2, weights[2])] if policy == "split" else []
+    assert told[:3] == first
+    assert len(failed) == (site == "backward")
+    assert told[3:-3] == [("MIC", 2, None), *whole, *halves]
+    assert [entry[:2] for entry in told[-3:]] == [("MIC", 3), ("FOR", 3), ("BAC", 3)]
 
 
 def split_in_one_process(fails: bool) -> dict[str, Any]:
