@@ -221,6 +221,27 @@ def test_two_ranks(kind: str) -> None:
             torch.testing.assert_close(torch.tensor(value), torch.tensor(weights[name]), rtol=1e-6, atol=1e-9)
 
 
+def _with_closure_on_this_rank(kind: str, way: str) -> dict[str, Any]:
+    model = net()
+    wrapped = DistributedDataParallel(model) if way == "ddp" else model
+    options = UpdateOptions(closure=True, reduction="explicit" if way == "explicit" else "auto")
+    optimizer = optimizer_with_closure(kind, model)
+    trainer = create_trainer(wrapped, optimizer, mean_loss, max_grad_norm=MAX_NORM, options=options)
+    Freeze(model[0], until=UNTIL).attach(trainer)
+    trainer.run(DATA[idist.get_rank() :: 2], max_epochs=1)
+    return {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "explicit"])
+@pytest.mark.parametrize("kind", ["lbfgs", "two"])
+def test_two_ranks_that_evaluate_the_loss_again(kind: str, way: str) -> None:
+    """Both end with the weights of the plain loop over all data."""
+    for found in run_ranks(_with_closure_on_this_rank, kind, way):
+        for name, value in by_hand_with_closure(kind).items():
+            torch.testing.assert_close(torch.tensor(found[name]), value.float(), rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("broken_at", [2, 3, 4], ids=["frozen", "at-the-thaw", "thawed"])
 def test_resumed_it_freezes_the_same(broken_at: int, tmp_path: Path) -> None:
