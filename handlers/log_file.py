@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from ignite_train.arguments import COUNT, check_fields, directory_of, optional, path_of
+from ignite_train.arguments import COUNT, check_fields, directory_of, path_of
 from ignite_train.kinds_of_handlers import RecordingHandler
 from ignite_train.kinds_of_handlers.recording_handler import numbered_path
 from ignite_train.metrics import json_line
@@ -32,11 +32,14 @@ class LogFile(RecordingHandler, ABC):
     that is not a single number becomes several, or is left out with one warning. A class for another format defines
     `_update_of` and `_add`.
 
-    A line is with the operating system as soon as it is written. A run that resumes removes the lines that were written after
-    its checkpoint, and a last line without an end, and continues: each line is there once. Lines without an update stay: a note
-    by hand, say, or a damaged one. A run that starts from the beginning renames the file of an earlier one to `*.old.1`,
-    the next to `*.old.2`, and so on. If the file is removed or replaced during the run, the next save, or the end of the run,
-    warns of that and begins a new one at the path, or adds to the one that is there.
+    An update has one line of the training, and a further one with what has changed since then, if it is published later: at the
+    end of the last epoch, say. A line is with the operating system as soon as it is written.
+
+    A run that resumes removes the lines that were written after its checkpoint, and a last line without an end, and continues:
+    each line is there once. Lines without an update stay: a note by hand, say, or a damaged one. A run that starts from the
+    beginning renames the file of an earlier one to `*.old.1`, the next to `*.old.2`, and so on. If the file is removed or
+    replaced during the run, the next save, or the end of the run, warns of that and begins a new one at the path, or adds to
+    the one that is there.
 
     Args:
         path: the file. Its directory is made.
@@ -73,7 +76,7 @@ class LogFile(RecordingHandler, ABC):
                 os.fsync(self._file.fileno())
             except OSError as error:  # also with `on_error="raise"`, since without a state the log could not be continued
                 self.warn(f"lines in {self.path} may not be on the disk ({error})")
-        return {"written": self.written, "latest": self._latest, "lines": self._lines}
+        return {**self.state_of_written(), "latest": self._latest, "lines": self._lines}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Removes the lines that were written after `state_dict` was taken, when the next line is written.
@@ -82,9 +85,10 @@ class LogFile(RecordingHandler, ABC):
             TypeError: `state_dict` is not a mapping.
             ValueError: a key is missing, or something in it is not what `state_dict()` gives.
         """
-        check_fields(type(self).__name__, state_dict, {"written": optional(COUNT), "latest": COUNT, "lines": COUNT})
+        check_fields(type(self).__name__, state_dict, {"latest": COUNT, "lines": COUNT})
+        self.load_written(state_dict)
         self.recover()
-        self.written, self._latest, self._lines = (state_dict[name] for name in ("written", "latest", "lines"))
+        self._latest, self._lines = state_dict["latest"], state_dict["lines"]
         self._is_known, self._is_cut = True, False
 
     # --- what a format says -----------------------------------------------------------------------------------------------

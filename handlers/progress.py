@@ -25,7 +25,14 @@ from ignite_train.engine.introduction import introduction
 from ignite_train.engine.loop import Loop
 from ignite_train.events import Event
 from ignite_train.kinds_of_handlers import EVERY_50, Handler
-from ignite_train.metrics import PUBLISHED_METRICS, grouped_metrics, is_published_metric, json_line, single_metrics
+from ignite_train.metrics import (
+    PUBLISHED_METRICS,
+    changed_numbers,
+    grouped_metrics,
+    is_published_metric,
+    json_line,
+    single_metrics,
+)
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -56,7 +63,9 @@ class ProgressLog(Handler):
     which the loader is waited for from 10% on, and, with `StepTimer`, the slowest rank from 1.5 times the median on. Where room
     is short, a line keeps the score that a handler follows, or the first of the user's logs, rather than the learning rate. A
     bar has the learning rate and the speed if there is room for them. An evaluation has a bar of its own, and a line with its
-    metrics. A short table ends the run: time by section, best score, skipped updates, memory, files, and up to three hints.
+    metrics. At the end of the run there is one more line if the user's logs have changed since the one before, as those of the
+    last epoch do that are published when it is over. A short table ends the run: time by section, best score, skipped updates,
+    memory, files, and up to three hints.
 
     Args:
         style: `"bar"`, or `"simple"` for lines, `"json"` for one JSON object a line with all metrics, `"none"` for nothing;
@@ -93,6 +102,7 @@ class ProgressLog(Handler):
         self._left_out: set[str] = set()
         self._has_warned = False  # that a line could not be written
         self._evaluators: list[Engine] = []
+        self._latest: tuple[int, dict[str, float]] = (0, {})  # the update and the metrics of the latest line
 
     def attach(
         self,
@@ -145,7 +155,10 @@ class ProgressLog(Handler):
     def __call__(self, trainer: Trainer) -> None:
         """Prints a line. On a terminal the bar shows it already, and a validation has a line with what is seen in training."""
         state, total = trainer.state, _total(trainer)
-        metrics = self._metrics(trainer)
+        metrics, (update, before) = self._metrics(trainer), self._latest
+        if state.iteration == update and not changed_numbers(metrics, before):  # several events may fall on one update
+            return
+        self._latest = state.iteration, metrics
         if self.style == "json":
             place = {"epoch": state.epoch, "update": state.iteration, "total": total}
             self._print(json_line(place | grouped_metrics(metrics, self._left_out)))
@@ -174,6 +187,7 @@ class ProgressLog(Handler):
         self._begin, self._steps_before = state.iteration, state.num_steps
         self._shown.scores = self._scores(trainer)
         self._shown.start(single_metrics(state.metrics, self._left_out))
+        self._latest = state.iteration, self._metrics(trainer)
         if state.iteration and self._is_introduced and self.style != "json":
             self._print(f"continues after update {state.iteration}")
         if self.style == "bar" or (self.style == "auto" and _has_bars()):
@@ -299,7 +313,9 @@ class ProgressLog(Handler):
         parts = {text: (index, text) for index, text in enumerate(texts, start=1)}
         self._print(_line(head, parts | {mark: (0, mark) for mark in marks}))
 
-    def _note_end(self) -> None:
+    def _note_end(self, trainer: Trainer) -> None:
+        if any(not is_published_metric(name) for name in changed_numbers(self._metrics(trainer), self._latest[1])):
+            self(trainer)
         self._close()
         self._has_ended = True
 

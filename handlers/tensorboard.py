@@ -147,14 +147,14 @@ class TensorBoard(RecordingHandler):
         self.check_file()
         others = [torch.frombuffer(bytearray(summary), dtype=torch.uint8) for summary in self._others]
         latest = {"latest": self._latest, "points": dict(self._points), "others": others}
-        return {"written": self.written, **latest, "has_layout": self._has_layout}
+        return {**self.state_of_written(), **latest, "has_layout": self._has_layout}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes them over: points of the same update that were written after the state was taken are hidden too."""
-        count = optional(COUNT)
-        fields = {"written": count, "latest": count, "points": NUMBERS, "has_layout": FLAG, "others": SEQUENCE}
+        fields = {"latest": optional(COUNT), "points": NUMBERS, "has_layout": FLAG, "others": SEQUENCE}
         check_fields("TensorBoard", state_dict, fields)
-        self.written, self._latest = state_dict["written"], state_dict["latest"]
+        self.load_written(state_dict)
+        self._latest = state_dict["latest"]
         self._points, self._loaded = dict(state_dict["points"]), True
         self._others = [bytes(summary.tolist()) for summary in state_dict["others"]]
         self._has_layout = state_dict["has_layout"]

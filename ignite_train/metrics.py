@@ -18,6 +18,7 @@ from ignite_train.arguments import describe, did_you_mean, one_of
 __all__ = [
     "PUBLISHED_METRICS",
     "TIMED_METRICS",
+    "changed_numbers",
     "grouped_metric",
     "grouped_metrics",
     "is_published_metric",
@@ -216,6 +217,15 @@ def single_metrics(metrics: Mapping[str, Any], left_out: set[str]) -> dict[str, 
                 why = f"has {len(found)} numbers, and {_MAX_EXPANDED} may be shown"
             _logger.warning(f"the metric {printable_name(name)!r} {why} ({type(value).__name__}); it is left out of the logs")
     return numbers
+
+
+def changed_numbers(numbers: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    """The numbers that `before` lacks or has with another value. NaN is no change of NaN."""
+    return {
+        name: number
+        for name, number in numbers.items()
+        if name not in before or not (number == before[name] or (math.isnan(number) and math.isnan(before[name])))
+    }
 
 
 def json_line(entries: Mapping[str, Any]) -> str:

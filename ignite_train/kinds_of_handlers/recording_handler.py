@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ignite.engine import Engine, Events, RemovableEventHandle
 
-from ignite_train.arguments import one_of
+from ignite_train.arguments import COUNT, NUMBERS, check_fields, one_of, optional
 from ignite_train.events import Event, every
 from ignite_train.kinds_of_handlers.handler import Handler
-from ignite_train.metrics import grouped_metric, grouped_metrics, single_metrics
+from ignite_train.metrics import changed_numbers, grouped_metric, grouped_metrics, single_metrics
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -29,7 +29,11 @@ class RecordingHandler(Handler):
     """A handler that writes the metrics of a trainer and of its evaluators as single numbers, on rank 0 only.
 
     Names have their group, as in `"train/loss"`; see `grouped_metric`. A derived class defines `record`, `recover`, `finish`,
-    `open_file` and `may_be_continued`, extends `attach` where it needs more events, and calls `check_file` in `state_dict`.
+    `open_file` and `may_be_continued`, extends `attach` where it needs more events, calls `check_file` in `state_dict`, and
+    saves `state_of_written()` there, which `load_written` reads.
+
+    Of an update that was written, only what has changed is written again: what is published at the end of an epoch comes after
+    the line of its last update.
 
     An evaluation before the run begins, in a process that finds a log, is written when the run begins at its beginning, and
     left out when it resumes: only then is it known whether the log is continued.
@@ -43,7 +47,8 @@ class RecordingHandler(Handler):
         place: the same.
         what_is_written: for the warning.
         tags: of the evaluators.
-        written: the update in which the trainer's metrics were written last; None if they never were.
+        written: the update with which the trainer's metrics were written last; None if they never were.
+        numbers: what was written with it, by the name in the log.
         begin: the update after which this process took over; None before a run.
 
     Raises:
@@ -59,6 +64,7 @@ class RecordingHandler(Handler):
         self.on_error = one_of("on_error", on_error, ("warn", "raise"))
         self.tags: list[str] = []
         self.written: int | None = None
+        self.numbers: dict[str, float] = {}
         self.begin: int | None = None
         self._failures = 0
         self.left_out: set[str] = set()
@@ -102,14 +108,34 @@ class RecordingHandler(Handler):
         return handle
 
     def __call__(self, trainer: Trainer) -> None:
-        """Writes the metrics that are published now.
+        """Writes the metrics that are published now; those that were written with this update already, only if they changed.
 
         Raises:
             Exception: they cannot be written, and `on_error` is `"raise"`. An OSError where the disk is the reason.
         """
-        self.written = trainer.state.iteration
-        numbers = single_metrics(trainer.state.metrics, self.left_out)
-        self._write(trainer, {self.written_name(name): number for name, number in numbers.items()})
+        update, metrics = trainer.updates_done, single_metrics(trainer.state.metrics, self.left_out)
+        numbers = {self.written_name(name): number for name, number in metrics.items()}
+        if update == self.written:
+            numbers = changed_numbers(numbers, self.numbers)
+            self.numbers |= numbers
+        else:
+            self.written, self.numbers = update, numbers
+        self._write(trainer, numbers)
+
+    def state_of_written(self) -> dict[str, Any]:
+        """The update that was written last, and its numbers, for `state_dict`."""
+        return {"written": self.written, "numbers": dict(self.numbers)}
+
+    def load_written(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over what `state_of_written` gave.
+
+        Raises:
+            TypeError: `state_dict` is not a mapping.
+            ValueError: a key is missing, or a value is of another kind.
+        """
+        state_dict = {"numbers": {}, **state_dict}  # which earlier versions did not save
+        check_fields(type(self).__name__, state_dict, {"written": optional(COUNT), "numbers": NUMBERS})
+        self.written, self.numbers = state_dict["written"], dict(state_dict["numbers"])
 
     def written_name(self, name: str) -> str:
         """The name under which a metric of the trainer is written."""
@@ -194,6 +220,8 @@ class RecordingHandler(Handler):
     def _note_begin(self, trainer: Trainer) -> None:
         if self.open_file() is None:
             self.begin = trainer.state.iteration
+        if self.written is not None and self.written > trainer.state.iteration:
+            self.written = None  # by a run whose updates are made anew
         held, self._held = self._held, {}
         for numbers in held.values() if trainer.state.iteration == 0 else ():
             self._write(trainer, numbers)
@@ -207,10 +235,9 @@ class RecordingHandler(Handler):
                 self.record(trainer, numbers)
 
     def _write_rest(self, trainer: Trainer) -> None:
-        """Writes at the end of the run, if the metrics of its last update were not written."""
+        """Writes at the end of the run what there is of its last update, as far as it was not written."""
         self.check_file()
-        if trainer.state.iteration != self.written:
-            self(trainer)
+        self(trainer)
         self._is_complete = True
 
     def _end_run(self) -> None:

@@ -591,6 +591,7 @@ def test_a_disk_that_was_full_hides_no_points(monkeypatch: pytest.MonkeyPatch, t
     own_clock(monkeypatch)
     trainer, tensorboard = numbered(tmp_path, 0.0)
     trainer.add_event_handler(EVERY(once=3), lambda: full.append(FullDiskError()))
+    trainer.add_event_handler(EVERY(once=3), lambda: trainer.state.metrics.update(other=1.0))
     trainer.add_event_handler(EVERY(once=3), lambda: tensorboard(trainer))
     write, full = EventFile._write, list[OSError]()
 
