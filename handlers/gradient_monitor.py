@@ -48,16 +48,17 @@ class GradientMonitor(Handler):
 
     In `trainer.state.metrics`, which all loggers show, for each layer:
 
-    - `"layer_grad_norm/NAME"`: the L2 norm of its mean gradient, over all micro-batches and ranks, before clipping;
+    - `"layer_grad_norm/NAME"`: the L2 norm of its mean gradient, over all micro-batches and ranks, before clipping. With
+      `reduction="local"` it is the mean over the micro-batches of this rank alone;
     - `"layer_weight_norm/NAME"`: the L2 norm of its weights before the step;
     - `"update_ratio/NAME"`: the L2 norm of the step divided by the norm of the weights; about 0.001 is usual (A. Karpathy's
       lectures on neural networks). Left out while the weights are zero;
     - `"dead_layers"`: how many layers have a gradient of zero, or none. Layers that `Freeze` freezes are among them.
 
-    A layer is a module with parameters of its own. After a skipped update it removes these metrics. In other
-    updates it does nothing. In an update that it measures it keeps a copy of the weights, has its numbers transferred to the
-    host once, and, if the model is sharded, sums them over the ranks once; a step is not queued in that update. All ranks must
-    attach it.
+    A layer is a module with parameters of its own. After a skipped update it removes these metrics, also where this rank skips
+    alone, as it may with `reduction="local"`. In other updates it does nothing. In an update that it measures it keeps a copy
+    of the weights, has its numbers transferred to the host once, and, if the model is sharded, sums them over the ranks once; a
+    step is not queued in that update. All ranks must attach it.
 
     Args:
         every: it measures each update whose number is a multiple of this.
@@ -136,8 +137,12 @@ class GradientMonitor(Handler):
         with torch.no_grad():
             foreach_sub_(self._weights, local_tensors(self._monitored))
             self._found.insert(2, _norms(self._weights))
-        self._publish(trainer, self._fetch())
-        self._end()
+        found = self._fetch()
+        if all(map(math.isfinite, found[0])):
+            self._publish(trainer, found)
+            self._end()
+        else:
+            self._withdraw(trainer)  # other ranks have stepped, and this one has not
 
     def _fetch(self) -> list[list[float]]:
         """The squared norms of each parameter, and then counts, over all ranks: one transfer, and one sum if it is sharded."""

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bits import bit_by_bit
 from ignite_train import ForwardOutput, Trainer, TrainEvents, UpdateOptions, count_traffic, create_trainer
 from ignite_train.engine.dispatch import entries
-from ignite_train.handlers import Checkpoint, Freeze, GradientMonitor
+from ignite_train.handlers import Checkpoint, Freeze, GradientMonitor, OuterOptimizer
 from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
 
@@ -294,6 +294,31 @@ def test_two_ranks(kind: str) -> None:
         "weight/head": 5,
         "weight/unused": 6,
     }
+
+
+def _while_one_rank_skips(skipping: str) -> list[list[str]]:
+    """The names of what is published in each second update; rank 0 makes no step in update 4."""
+    trainer = make(net(), reduction="local", on_nonfinite="skip")
+    OuterOptimizer(torch.optim.SGD(trainer.model.parameters(), lr=1.0), every=8).attach(trainer)
+    GradientMonitor(every=EVERY).attach(trainer)
+    published = list[list[str]]()
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED(every=EVERY),
+        lambda: published.append(sorted({one.split("/")[0] for one in trainer.state.metrics})),
+    )
+    with trainer.session():
+        for update, batch in enumerate(DATA[:6], start=1):
+            is_skipping = idist.get_rank() == 0 and update == 4
+            trainer.update([] if is_skipping and skipping == "empty" else [batch * (math.nan if is_skipping else 1.0)])
+    return published
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("skipping", ["nonfinite", "empty"])
+def test_a_rank_that_skips_alone_has_no_norms_of_that_update(skipping: str) -> None:
+    """With `reduction="local"` an update counts as applied if another rank has stepped."""
+    names = ["dead_layers", "layer_grad_norm", "layer_weight_norm", "update_ratio"]
+    assert run_ranks(_while_one_rank_skips, skipping) == [[names, [], names], [names, names, names]]
 
 
 ROWS = 6
