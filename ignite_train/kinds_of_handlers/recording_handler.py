@@ -221,7 +221,7 @@ class RecordingHandler(Handler):
         if self.open_file() is None:
             self.begin = trainer.state.iteration
         if self.written is not None and self.written > trainer.state.iteration:
-            self.written = None  # by a run whose updates are made anew
+            self.written = None  # by a run whose updates are made again
         held, self._held = self._held, {}
         for numbers in held.values() if trainer.state.iteration == 0 else ():
             self._write(trainer, numbers)
