@@ -61,7 +61,8 @@ class StepTimer(PiggybackHandler):
     waited for. On several ranks the means of each interval travel with the statistics of the next update. So each rank knows
     the slowest one: `"slowest_rank"`, the rank that took longest for data, forward, optimizer and handlers, where no rank waits
     for another, and `"slowest_to_median"`, its time over the time of the median rank (of two ranks, of the other rank), are
-    put into `trainer.state.metrics`.
+    put into `trainer.state.metrics`. A handler with a collective waits for the other ranks in the section "handler", so in
+    intervals with such handlers the rank that is named may be one that has waited.
 
     Args:
         window: how many of the latest updates are kept.
