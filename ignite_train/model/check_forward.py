@@ -134,10 +134,10 @@ class _Probe:
         self.trained: dict[str, nn.Module] = {
             name: one for name, one in model.named_modules() if one.training or not model.training
         }
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._forward_state = ForwardState(model, state.carried, forward)
         self._ways = dict(_ways(group))
-        kinds = {parameter.dtype for parameter in self._parameters}
+        kinds = {parameter.dtype for parameter in self._trainable}
         self._tolerance = max((_TOLERANCES.get(kind, 2e-2) for kind in kinds), default=1e-4)
 
     def cuts(self, trained: Iterable[nn.Module]) -> list[Cut]:
@@ -171,12 +171,12 @@ class _Probe:
         for name, _, size in rows:
             sizes[name] += float(size)  # type: ignore[assignment]  # a sample size may be a fraction
         mean = torch.stack([loss / (sizes[name] or 1.0) for name, loss, _ in rows]).sum()
-        gradients = torch.autograd.grad(mean, self._parameters, allow_unused=True, materialize_grads=True)
+        gradients = torch.autograd.grad(mean, self._trainable, allow_unused=True, materialize_grads=True)
         return float(mean.detach()), list(gradients)
 
     def declarations(self) -> list[str]:
         """Loss and logs that are means where forward declares sums, or the other way."""
-        device = next((parameter.device for parameter in self._parameters), torch.device("cpu"))
+        device = next((parameter.device for parameter in self._trainable), torch.device("cpu"))
         precision = Precision("fp32", device)
         return check_declaration(self._model, self._forward, self._group[0], carried=self._state.carried, precision=precision)
 
