@@ -27,12 +27,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import describe, field_names
 from ignite_train.checkpoint.run_objects import (
-    PROGRESS,
     PublishedMetrics,
     RunObjects,
     SavedOptimizer,
     has_own_form,
     plain_options,
+    same_option,
+    schedule_class,
     schedule_options,
 )
 from ignite_train.checkpoint.saved_run import SavedRun
@@ -230,7 +231,7 @@ class Fit:
             lines += _option_changes(name, there["optimizers"][name]["options"], run.script(name), run.script_wins)
         schedules = {name: schedule.state_dict() for name, schedule in objects.schedules.items() if name in self.states}
         before, now = ({name: schedule_options(each[name]) for name in schedules} for each in (self.states, schedules))
-        for one in differences(before, now):
+        for one in differences(before, now, same_option):
             if not one.is_on_one_side:
                 lines.append(f"{one.change} (the checkpoint's is used)")
         thawed: set[int] = set()
@@ -564,17 +565,14 @@ def _schedule_problems(
     schedule: LRScheduler, saved: Any, described: Any, groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[Difference | str]:
     """Why a saved state is not of this schedule, over these parameter groups; those that were added have no base rate."""
-    mine, current = type(schedule).__qualname__, schedule.state_dict()
-    if described is not None and described != mine:
-        yield f"{described!s:.60} wrote it, and this run has {mine}"
+    mine, current = schedule_class(schedule), schedule.state_dict()
+    # An older version did not write the classes of the parts, which have other options.
+    if described not in (None, mine, type(schedule).__qualname__):
+        yield f"{described!s:.200} wrote it, and this run has {mine}"
     elif not isinstance(saved, Mapping):
         yield f"it is {describe(saved)}"
     else:
-        options = [  # a mapping, as of milestones, may be another one
-            {key: None if isinstance(value, Mapping) else value for key, value in state.items() if _is_option(key)}
-            for state in (saved, current)
-        ]
-        found: list[Difference | str] = [*differences(options[0], options[1], _same_kind)]
+        found: list[Difference | str] = [*differences(schedule_options(saved), schedule_options(current), _same_kind)]
         for key in ("base_lrs", LATEST_RATES):
             if key in current and not (isinstance(saved.get(key), list) and 0 < len(saved[key]) <= len(groups)):
                 found.append(f"it has {saved.get(key)!r:.60} for the {len(groups)} parameter groups")
@@ -598,15 +596,10 @@ def _failure(schedule: LRScheduler, state: Mapping[str, Any], groups: Sequence[M
             warnings.simplefilter("ignore")  # the order of steps, which is not that of a training
             tried.load_state_dict(copy.deepcopy({key: value for key, value in state.items() if key != "_latest_update"}))
             tried.step(*([1.0] if isinstance(tried, schedulers.ReduceLROnPlateau) else []))
-            schedule_options(tried.state_dict())
         rates = [float(group["lr"]) for group in stand_in.param_groups]
     except Exception as error:
         return f"its next step fails by {type(error).__name__}: {error!s:.200}"
     return "" if all(map(math.isfinite, rates)) else f"its next step sets the learning rates {rates!r:.100}"
-
-
-def _is_option(key: Any) -> bool:
-    return not str(key).startswith("_") and key not in PROGRESS
 
 
 def _same_kind(saved: Any, here: Any) -> bool:

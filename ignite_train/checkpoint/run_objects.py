@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.checkpoint.tree import dtype_name
 from ignite_train.engine.dispatch import Attachable, Stateful
-from ignite_train.internals.of_torch import buffers_of
+from ignite_train.internals.of_torch import MILESTONES, PARTS, buffers_of, parts_of_schedule
 from ignite_train.model.averaged_tensors import plain_name
 from ignite_train.model.in_full import in_full
 from ignite_train.model.memory_layout import own_memory
@@ -36,6 +36,8 @@ __all__ = [
     "SavedOptimizer",
     "has_own_form",
     "plain_options",
+    "same_option",
+    "schedule_class",
     "schedule_options",
 ]
 
@@ -275,7 +277,8 @@ class RunObjects:
         """A description that is stored in a checkpoint and compared with it, besides the states.
 
         Of each optimizer it has the class, without the module, which may be renamed, the parameters, and the options; of each
-        schedule the class; and the names of the parameters of the trained model that have no gradients now.
+        schedule the class and those of its parts; and the names of the parameters of the trained model that have no gradients
+        now.
 
         Args:
             options: of the groups of an optimizer, by its name, where others are in effect than it has now.
@@ -291,7 +294,7 @@ class RunObjects:
                 "dtypes": [[dtype_name(parameter.dtype) for parameter in group] for group in groups],
                 "options": (options or {}).get(name) or [*map(plain_options, optimizer.param_groups)],
             }
-        schedules = {name: type(schedule).__qualname__ for name, schedule in self.schedules.items()}
+        schedules = {name: schedule_class(schedule) for name, schedule in self.schedules.items()}
         frozen = [name for name, parameter in self.modules["model"].parameters() if not parameter.requires_grad]
         return {"optimizers": optimizers, "schedules": schedules, "frozen": frozen}
 
@@ -394,9 +397,36 @@ def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
+def schedule_class(schedule: LRScheduler) -> str:
+    """Its class, with those of its parts, such as `ChainedScheduler[ExponentialLR, StepLR]`."""
+    parts = ", ".join(map(schedule_class, parts_of_schedule(schedule)))
+    return type(schedule).__qualname__ + (f"[{parts}]" if parts else "")
+
+
 def schedule_options(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The options in the state of a schedule that a script sets, if they are plain values."""
-    return {key: value for key, value in state.items() if not key.startswith("_") and key not in PROGRESS and _is_plain(value)}
+    """What a script sets in the state of a schedule, and in those of its parts as `schedulers[0]` and so on.
+
+    The milestones of a `MultiStepLR`, which are the keys of a mapping, become a list.
+    """
+    options = {
+        key: [*value] if isinstance(value, Mapping) else value
+        for key, value in state.items()
+        if not str(key).startswith("_") and key not in PROGRESS
+    }
+    milestones, parts = (value if isinstance(value := state.get(key), (list, tuple)) else () for key in (MILESTONES, PARTS))
+    options |= {f"milestones[{index}]": value for index, value in enumerate(milestones)}
+    for index, part in enumerate(parts):
+        options[f"schedulers[{index}]"] = schedule_options(part) if isinstance(part, Mapping) else part
+    return options
+
+
+def same_option(saved: Any, here: Any) -> bool:
+    """Whether two values of an option are equal, or are none that can be compared: numbers, strings and lists of them are."""
+    return not (_is_comparable(saved) and _is_comparable(here)) or saved == here
+
+
+def _is_comparable(value: Any) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, list) else _is_plain(value)
 
 
 def _is_plain(value: Any) -> bool:

@@ -33,6 +33,8 @@ __all__ = [
     "HAS_STEPPED",
     "ITERATOR",
     "LATEST_RATES",
+    "MILESTONES",
+    "PARTS",
     "READ",
     "BatchNorm",
     "DispatchMode",
@@ -170,9 +172,14 @@ COUNTS_STEPS = "_wrapped_by_lr_sched"
 HAS_STEPPED = "_opt_called"
 
 
+# In the attributes and the state of a schedule that goes through others: those, or their states; and the steps at which a
+# `SequentialLR` goes on to the next.
+PARTS, MILESTONES = "_schedulers", "_milestones"
+
+
 def parts_of_schedule(schedule: LRScheduler) -> Sequence[LRScheduler]:
     """The schedules that a `SequentialLR` or a `ChainedScheduler` goes through, which neither tells; none of another."""
-    parts: Sequence[LRScheduler] = vars(schedule).get("_schedulers", ())
+    parts: Sequence[LRScheduler] = vars(schedule).get(PARTS, ())
     return parts
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -912,6 +912,93 @@ def test_other_milestones_are_no_other_schedule(tmp_path: Path) -> None:
     scheduled(tmp_path, lambda o: schedulers.MultiStepLR(o, [2, 5])).run(LOADER, max_iters=2)
     trainer = scheduled(tmp_path, lambda o: schedulers.MultiStepLR(o, [3, 5, 7]))
     assert trainer.run(LOADER, max_iters=3).iteration == 3
+
+
+def chained(*parts: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda o: schedulers.ChainedScheduler([part(o) for part in parts])
+
+
+def after_warm_up(*parts: Callable[[Any], Any], milestones: Sequence[int] = (3,)) -> Callable[[Any], Any]:
+    return lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o, 0.1, 1.0, 3), *(part(o) for part in parts)], [*milestones]
+    )
+
+
+def decay(optimizer: Any) -> Any:
+    return schedulers.ExponentialLR(optimizer, 0.9)
+
+
+def stairs(optimizer: Any) -> Any:
+    return schedulers.StepLR(optimizer, 2)
+
+
+def cosine(length: int) -> Callable[[Any], Any]:
+    return lambda o: schedulers.CosineAnnealingLR(o, length)
+
+
+OTHER_PARTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
+    "another order": (
+        chained(decay, stairs),
+        chained(stairs, decay),
+        "ChainedScheduler[ExponentialLR, StepLR] wrote it, and this run has ChainedScheduler[StepLR, ExponentialLR]",
+    ),
+    "fewer": (chained(decay, stairs), chained(decay), "and this run has ChainedScheduler[ExponentialLR]"),
+    "more": (
+        after_warm_up(cosine(9)),
+        after_warm_up(cosine(9), decay, milestones=(3, 8)),
+        "SequentialLR[LinearLR, CosineAnnealingLR] wrote it, and this run has "
+        "SequentialLR[LinearLR, CosineAnnealingLR, ExponentialLR]",
+    ),
+    "another class": (after_warm_up(cosine(9)), after_warm_up(decay), "this run has SequentialLR[LinearLR, ExponentialLR]"),
+    "deeper": (
+        chained(after_warm_up(decay)),
+        chained(after_warm_up(stairs)),
+        "ChainedScheduler[SequentialLR[LinearLR, ExponentialLR]] wrote it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_PARTS)
+def test_a_schedule_of_other_parts_is_refused(name: str, tmp_path: Path) -> None:
+    """Each part would go on from the place of another, and the rates would be of neither schedule."""
+    before, now, says = OTHER_PARTS[name]
+    scheduled(tmp_path, before).run(LOADER, max_iters=2)
+    assert says in refusal(scheduled(tmp_path, now))
+
+
+@pytest.mark.parametrize("name", OTHER_PARTS)
+def test_other_parts_are_refused_by_their_options_where_their_classes_were_not_recorded(name: str, tmp_path: Path) -> None:
+    """An earlier version recorded the outer class alone; with the same parts, its checkpoint is resumed."""
+    before, now, _ = OTHER_PARTS[name]
+    scheduled(tmp_path, before).run(LOADER, max_iters=2)
+
+    def forget(index: Any, _: Any) -> None:
+        (entry,) = next(entry for entry in index["objects"]["description"]["dict"] if entry[0] == "schedules")[1]["dict"]
+        entry[1] = entry[1].partition("[")[0]
+
+    forge(tmp_path, forget)
+    assert "is of another schedule at 'handlers/LearningRateSchedule': " in refusal(scheduled(tmp_path, now))
+    assert scheduled(tmp_path, before).run(LOADER, max_iters=3).iteration == 3
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "says"),
+    [
+        (after_warm_up(cosine(7)), after_warm_up(cosine(12)), "schedulers[1].T_max: 7 -> 12"),
+        (after_warm_up(decay), after_warm_up(decay, milestones=(8,)), "milestones[0]: 3 -> 8"),
+        (chained(after_warm_up(cosine(7))), chained(after_warm_up(cosine(9))), "schedulers[0].schedulers[1].T_max: 7 -> 9"),
+        (lambda o: schedulers.MultiStepLR(o, [2, 5]), lambda o: schedulers.MultiStepLR(o, [3]), "milestones: [2, 5] -> [3]"),
+    ],
+    ids=["length", "milestone", "deeper", "milestones of steps"],
+)
+def test_what_a_part_was_given_otherwise_is_listed(before: Any, now: Any, says: str, tmp_path: Path, caplog: Any) -> None:
+    """As for a schedule without parts; the same script again does not warn."""
+    for limit, make in enumerate((before, before, now), start=1):
+        assert not [line for line in logged(caplog) if "->" in line]
+        scheduled(tmp_path, make).run(LOADER, max_iters=limit)
+    (line,) = [line for line in logged(caplog) if "->" in line]
+    assert f"{says} (the checkpoint's is used)" in line
+    assert line.count("->") == 1
 
 
 def _shorter_rates(index: Any, data: Any) -> None:

@@ -337,7 +337,13 @@ def schedules_of_schedules() -> bool:
     optimizer = an_optimizer()
     parts = [ConstantLR(optimizer), StepLR(optimizer, 2)]
     made = SequentialLR(optimizer, parts, milestones=[1]), ChainedScheduler(parts)
-    return [[*of_torch.parts_of_schedule(one)] for one in made] == [parts, parts] and not of_torch.parts_of_schedule(parts[0])
+    states = [part.state_dict() for part in parts]
+    return (
+        [[*of_torch.parts_of_schedule(one)] for one in made] == [parts, parts]
+        and [one.state_dict()[of_torch.PARTS] for one in made] == [states, states]
+        and made[0].state_dict()[of_torch.MILESTONES] == [1]
+        and not of_torch.parts_of_schedule(parts[0])
+    )
 
 
 def counted_steps() -> bool:
@@ -526,7 +532,7 @@ OF_TORCH: dict[Callable[[], bool], tuple[str, ...]] = {
     wrappers_of_steps: ("grad_mode_wrapper",),
     running_profiler: ("profiler_is_on",),
     rates_of_schedules: ("LATEST_RATES",),
-    schedules_of_schedules: ("parts_of_schedule",),
+    schedules_of_schedules: ("MILESTONES", "PARTS", "parts_of_schedule"),
     counted_steps: ("COUNTS_STEPS", "HAS_STEPPED"),
     pass_of_a_loader: ("ITERATOR", "end_workers", "pass_of", "sampler_pass_of"),
 }
