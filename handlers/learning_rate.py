@@ -24,6 +24,7 @@ from ignite_train.events import Event, TrainEvents
 from ignite_train.internals.of_torch import HAS_STEPPED, parts_of_schedule
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.learning_rates import refuse_other_optimizer
+from ignite_train.model.load_schedule import load_schedule
 from ignite_train.model.warm_up_schedule import WarmUpSchedule
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
@@ -116,7 +117,7 @@ class LearningRateSchedule(Handler):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads it into the scheduler."""
-        self.scheduler.load_state_dict(dict(state_dict))
+        load_schedule(self.scheduler, state_dict)
         # An earlier process has made the steps, which torch would miss where it resumes at the end of the first epoch.
         vars(self.scheduler.optimizer)[HAS_STEPPED] = True
 

@@ -40,6 +40,7 @@ from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.tree import DTYPES, TensorForm, decode, dtype_name, form_of
 from ignite_train.errors import CheckpointError
 from ignite_train.internals.of_torch import LATEST_RATES, parts_of_schedule, storage_number
+from ignite_train.model.load_schedule import load_schedule
 from ignite_train.model.memory_layout import as_bytes, local_part
 from ignite_train.model.warm_up_schedule import WarmUpSchedule
 from ignite_train.state import UpdateOutput
@@ -594,7 +595,7 @@ def _failure(schedule: LRScheduler, state: Mapping[str, Any], groups: Sequence[M
         tried: Any = copy.deepcopy(schedule, {id(schedule.optimizer): stand_in})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the order of steps, which is not that of a training
-            tried.load_state_dict(copy.deepcopy({key: value for key, value in state.items() if key != "_latest_update"}))
+            load_schedule(tried, copy.deepcopy({key: value for key, value in state.items() if key != "_latest_update"}))
             tried.step(*([1.0] if isinstance(tried, schedulers.ReduceLROnPlateau) else []))
         rates = [float(group["lr"]) for group in stand_in.param_groups]
     except Exception as error:

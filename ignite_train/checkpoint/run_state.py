@@ -31,6 +31,7 @@ from ignite_train.engine.dispatch import Stateful
 from ignite_train.errors import CheckpointError
 from ignite_train.evaluation.load_metric import load_metric
 from ignite_train.internals.of_torch import LATEST_RATES, parts_of_schedule, pytree
+from ignite_train.model.load_schedule import load_schedule
 from ignite_train.model.memory_layout import own_memory
 from ignite_train.model.optimizers import each_optimizer
 from ignite_train.model.random_state import check_generators, restore_random_state, seed_new_rank
@@ -336,6 +337,8 @@ def _load(entry: Stateful, saved: Any) -> None:
         entry.load_state_dict(_copied(saved))
     elif isinstance(entry, Metric):
         load_metric(entry, copy.deepcopy(saved))
+    elif isinstance(entry, LRScheduler):
+        load_schedule(entry, copy.deepcopy(saved))
     else:
         entry.load_state_dict(copy.deepcopy(saved))
 

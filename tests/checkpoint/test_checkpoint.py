@@ -28,7 +28,7 @@ from ignite.metrics import Average
 from ignite.utils import manual_seed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, LambdaLR, SequentialLR
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, LambdaLR, MultiStepLR, SequentialLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -864,22 +864,29 @@ def test_a_config_that_cannot_be_stored_is_found_before_the_first_update(tmp_pat
         lambda o: SequentialLR(o, [ConstantLR(o, 0.5, 3), ExponentialLR(o, 0.9)], milestones=[4]),
         lambda o: ChainedScheduler([ConstantLR(o, 0.5, 3), ExponentialLR(o, 0.9)], o),
         lambda o: LambdaLR(o, lambda step: 1 / (1 + step)),
+        lambda o: SequentialLR(o, [ConstantLR(o, 0.5, 3), MultiStepLR(o, [2, 4], 0.1)], milestones=[3]),
+        lambda o: ChainedScheduler([SequentialLR(o, [ConstantLR(o, 0.5, 3), MultiStepLR(o, [1, 1, 2])], [6])], o),
     ],
-    ids=["sequential", "chained", "lambda"],
+    ids=["sequential", "chained", "lambda", "milestones", "milestones within both"],
 )
-def test_schedules_with_nested_state(schedule: Any, tmp_path: Path) -> None:
-    """The learning rates continue as in a run that was not interrupted."""
+@pytest.mark.parametrize("owner", ["handler", "to_save"])
+def test_schedules_with_nested_state(owner: str, schedule: Any, tmp_path: Path) -> None:
+    """The learning rates continue as in a run that was not interrupted, whether a handler steps them or the script does."""
 
     def run(directory: Path | None, limits: list[int]) -> list[Any]:
         rates: list[Any] = []
         for limit in limits:
             trainer, _ = make()
-            LearningRateSchedule(schedule(trainer.optimizers["optimizer"])).attach(trainer)
+            made = schedule(trainer.optimizers["optimizer"])
+            if owner == "handler":
+                LearningRateSchedule(made).attach(trainer)
+            else:
+                trainer.add_event_handler(TrainEvents.STEP_COMPLETED, lambda _, made=made: made.step())
             trainer.add_event_handler(
                 Events.ITERATION_COMPLETED, lambda engine: rates.append(engine.state.output.learning_rates)
             )
             if directory is not None:
-                Checkpoint(directory).attach(trainer)
+                Checkpoint(directory, to_save={} if owner == "handler" else {"schedule": made}).attach(trainer)
             trainer.run(LOADER, max_iters=limit)
         return rates
 
