@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import describe, field_names
 from ignite_train.checkpoint.run_objects import (
+    NOT_OPTIONS,
     PublishedMetrics,
     RunObjects,
     SavedOptimizer,
@@ -39,7 +40,7 @@ from ignite_train.checkpoint.run_objects import (
 from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.tree import DTYPES, TensorForm, decode, dtype_name, form_of
 from ignite_train.errors import CheckpointError
-from ignite_train.internals.of_torch import LATEST_RATES, parts_of_schedule, storage_number
+from ignite_train.internals.of_torch import LATEST_RATES, parts_of_schedule, pytree, storage_number
 from ignite_train.model.load_schedule import load_schedule
 from ignite_train.model.memory_layout import as_bytes, local_part
 from ignite_train.model.warm_up_schedule import WarmUpSchedule
@@ -497,8 +498,9 @@ def _tried(
                 return {}, f"{lacking[0]!r} is missing"
             known = inspect.signature(kind).parameters.keys() - {"params"}
             for key, value in options.items():
-                if key in known and isinstance(value, (Tensor, TensorForm)) and math.prod(value.shape) != 1:
-                    return {}, f"{key} is {form_of(value)!r}"
+                for one in pytree.tree_leaves(value) if key in known else ():
+                    if isinstance(one, (Tensor, TensorForm)) and math.prod(one.shape) != 1:
+                        return {}, f"{key} has {form_of(one)!r}"
             tried = kind(parameters, **{key: value for key, value in loaded.items() if key in known})
             for parameter in parameters:
                 gradient = torch.ones_like(parameter)
@@ -512,10 +514,11 @@ def _tried(
     return {}, problem
 
 
-def _for_a_stand_in(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group, with some number in the place of a tensor, which is not read yet or lies on a device."""
-    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    return {key: 0.1 if isinstance(value, (Tensor, TensorForm)) else value for key, value in options.items()}
+def _for_a_stand_in(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group or the state of a schedule, with a number for each tensor, which is not read or on a device."""
+    kept = {key: value for key, value in state.items() if key not in NOT_OPTIONS}
+    numbers: dict[str, Any] = pytree.tree_map(lambda leaf: 0.1 if isinstance(leaf, (Tensor, TensorForm)) else leaf, kept)
+    return numbers
 
 
 def _needed(value: Any, parameter: Tensor) -> TensorForm | _Word:
@@ -588,6 +591,9 @@ def _schedule_problems(
 
 def _failure(schedule: LRScheduler, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> str:
     """How a step of a copy of the schedule fails on an optimizer without a model; empty if it does not."""
+    for one in pytree.tree_leaves(dict(state)):
+        if isinstance(one, (Tensor, TensorForm)) and math.prod(one.shape) != 1:
+            return f"it has {form_of(one)!r} in the place of a number"
     stand_in = SGD([{"params": [torch.zeros(1)]} for _ in groups], lr=0.1)
     for group, options in zip(stand_in.param_groups, groups, strict=True):
         group |= copy.deepcopy(_for_a_stand_in(options))
@@ -595,7 +601,7 @@ def _failure(schedule: LRScheduler, state: Mapping[str, Any], groups: Sequence[M
         tried: Any = copy.deepcopy(schedule, {id(schedule.optimizer): stand_in})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the order of steps, which is not that of a training
-            load_schedule(tried, copy.deepcopy({key: value for key, value in state.items() if key != "_latest_update"}))
+            load_schedule(tried, copy.deepcopy(_for_a_stand_in({k: v for k, v in state.items() if k != "_latest_update"})))
             tried.step(*([1.0] if isinstance(tried, schedulers.ReduceLROnPlateau) else []))
         rates = [float(group["lr"]) for group in stand_in.param_groups]
     except Exception as error:

@@ -28,7 +28,17 @@ from ignite.metrics import Average
 from ignite.utils import manual_seed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, LambdaLR, MultiStepLR, SequentialLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    MultiStepLR,
+    SequentialLR,
+)
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -37,6 +47,7 @@ from ignite_train import (
     ResumableLoader,
     Trainer,
     TrainEvents,
+    WarmUpSchedule,
     attach_defaults,
     create_evaluator,
     create_trainer,
@@ -891,6 +902,39 @@ def test_schedules_with_nested_state(owner: str, schedule: Any, tmp_path: Path) 
         return rates
 
     assert run(tmp_path, [2, 5, 9]) == run(None, [9])
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: LambdaLR(o, lambda step: 1 / (1 + step)),
+        lambda o: CosineAnnealingLR(o, 9),
+        lambda o: CosineAnnealingWarmRestarts(o, 4),
+        lambda o: SequentialLR(o, [LinearLR(o, 0.5, 1.0, 3), CosineAnnealingLR(o, 9)], milestones=[3]),
+        lambda o: WarmUpSchedule(o, "cosine", warm_up=2, total=9),
+    ],
+    ids=["lambda", "cosine", "restarts", "sequence", "warm-up"],
+)
+def test_a_schedule_of_a_rate_that_is_a_tensor_continues(schedule: Any, tmp_path: Path) -> None:
+    """Tensors stand in lists of the state too: base rates, and the betas of the optimizer. The end of the schedule is saved."""
+
+    def adam(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        betas = (torch.tensor(0.9), torch.tensor(0.99))
+        return torch.optim.Adam(parameters, lr=torch.tensor(lr), betas=betas, foreach=False)
+
+    def run(directory: Path, limits: list[int]) -> list[Any]:
+        rates: list[Any] = []
+        for limit in limits:
+            trainer, _ = make(optimizer=adam)
+            LearningRateSchedule(schedule(trainer.optimizers["optimizer"])).attach(trainer)
+            trainer.add_event_handler(
+                Events.ITERATION_COMPLETED, lambda engine: rates.append(engine.state.output.learning_rates)
+            )
+            Checkpoint(directory, every=1).attach(trainer)
+            trainer.run(LOADER, max_iters=limit)
+        return rates
+
+    assert run(tmp_path / "resumed", [2, 5, 9, 9]) == run(tmp_path / "whole", [9])
 
 
 @pytest.mark.parametrize("stop", [2, 4], ids=["within an epoch", "at its end"])

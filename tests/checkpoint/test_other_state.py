@@ -1012,6 +1012,22 @@ def test_rates_for_other_groups_are_refused(tmp_path: Path) -> None:
     assert "it has [] for the 1 parameter groups" in refusal(scheduled(tmp_path, lambda o: schedulers.StepLR(o, 2)))
 
 
+def test_a_tensor_of_several_numbers_is_no_base_rate(tmp_path: Path) -> None:
+    """A rate may be a tensor, which is not read for the comparison, but has one number."""
+
+    def tensor_rate(model: Any) -> Trainer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01))
+        trainer = create_trainer(model, optimizer, forward)
+        LearningRateSchedule(stairs(optimizer)).attach(trainer)
+        Checkpoint(tmp_path, every=1).attach(trainer)
+        return trainer
+
+    tensor_rate(net()).run(LOADER, max_iters=2)
+    name = "handlers/LearningRateSchedule['base_lrs'][0]"
+    forge(tmp_path, lambda index, data: replace_tensor(index, data, name, torch.ones(3)))
+    assert "it has float32 of shape (3,) in the place of a number" in refusal(tensor_rate(net()))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
