@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ignite.engine import Events, RemovableEventHandle
@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import (
 from ignite_train.arguments import describe
 from ignite_train.engine.dispatch import attached
 from ignite_train.events import Event, TrainEvents
-from ignite_train.internals.of_torch import HAS_STEPPED, parts_of_schedule
+from ignite_train.internals.of_torch import HAS_STEPPED, MILESTONES, parts_of_schedule
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.learning_rates import refuse_other_optimizer
 from ignite_train.model.load_schedule import load_schedule
@@ -81,7 +81,7 @@ class LearningRateSchedule(Handler):
 
         Raises:
             ValueError: the schedule is of another optimizer than that of `trainer`, or would be stepped twice in each update,
-                or another schedule of its kind changes the rates of the same optimizer. When the run starts: it is a
+                or another schedule of its kind changes the rates of the same optimizer. When the run starts or resumes: it is a
                 `OneCycleLR`, which cannot be stepped as often as the run will do it.
         """
         self._refuse_a_second(trainer)
@@ -150,22 +150,29 @@ class LearningRateSchedule(Handler):
         self._last_step = vars(self.scheduler).get("last_epoch")
         # At other events a skipped update does not hold the schedule back.
         num_skipped = trainer.state.num_skipped if self._event is TrainEvents.STEP_COMPLETED else 0
-        for scheduler in _parts(self.scheduler):
-            if trainer.state.iteration > 0:
-                _warn_of_the_end(scheduler, num_skipped)
-            elif (steps := self._steps_of(trainer)) is not None:
-                _compare_length(scheduler, steps, trainer.state.max_epochs)
+        for scheduler, last_step in _parts(self.scheduler, self._steps_to_come(trainer)):
+            if trainer.state.iteration == 0:
+                _compare_length(scheduler, last_step, trainer.state.max_epochs)
+                continue
+            if isinstance(scheduler, OneCycleLR) and last_step is not None:
+                _refuse_more_steps(scheduler, last_step)
+            _warn_of_the_end(scheduler, num_skipped)
 
-    def _steps_of(self, trainer: Trainer) -> int | None:
-        """How often a whole run steps the schedule, if no update is skipped; None where that cannot be known."""
-        state = trainer.state
-        if self._event is Events.EPOCH_STARTED or self._event is Events.EPOCH_COMPLETED:
-            return state.max_epochs
+    def _steps_to_come(self, trainer: Trainer) -> int | None:
+        """How often the rest of the run steps the schedule, if no update is skipped; None where that cannot be known."""
+        state, progress = trainer.state, trainer.progress
+        epochs = state.max_epochs and state.max_epochs - state.epoch + progress.epoch_open  # with the open one
+        if self._event is Events.EPOCH_STARTED:
+            return epochs and epochs - progress.epoch_started
+        if self._event is Events.EPOCH_COMPLETED:
+            return epochs
         if self._event is not TrainEvents.STEP_COMPLETED and self._event is not Events.ITERATION_COMPLETED:
             return None
         if state.max_iters is not None:
-            return state.max_iters
-        return state.max_epochs * state.epoch_length if state.max_epochs and state.epoch_length else None
+            return state.max_iters - state.iteration
+        if epochs is None or not state.epoch_length:
+            return None
+        return epochs * state.epoch_length - (progress.epoch_iteration if progress.epoch_open else 0)
 
     def _warn_of_other_steps(self) -> None:
         if collectives.is_main_rank():
@@ -176,6 +183,17 @@ class LearningRateSchedule(Handler):
                 "leave scheduler.step() to the handler"
             )
         self._last_step = None
+
+
+def _refuse_more_steps(scheduler: OneCycleLR, last_step: int) -> None:
+    """Raises ValueError if the rest of a run would step a schedule beyond its length, which a checkpoint may have restored."""
+    if scheduler.total_steps < last_step:
+        place = f"step {scheduler.last_epoch} of total_steps={scheduler.total_steps}"
+        raise ValueError(
+            f"OneCycleLR is at {place}, which a checkpoint restores, and will be at step {last_step} at the end of this run: "
+            "it will raise an error; end the run earlier, leave the schedule out, or train from the beginning with a schedule "
+            "for the whole length"
+        )
 
 
 def _warn_of_the_end(scheduler: LRScheduler, num_skipped: int) -> None:
@@ -190,7 +208,7 @@ def _warn_of_the_end(scheduler: LRScheduler, num_skipped: int) -> None:
         )
 
 
-def _compare_length(scheduler: LRScheduler, steps: int, max_epochs: int | None) -> None:
+def _compare_length(scheduler: LRScheduler, steps: int | None, max_epochs: int | None) -> None:
     """Warns of a schedule that ends in the first half of a run, as one does whose length was counted in epochs.
 
     Raises:
@@ -208,7 +226,7 @@ def _compare_length(scheduler: LRScheduler, steps: int, max_epochs: int | None) 
         )
         if max_epochs is None or length is None or length > max_epochs:
             return
-    if length is None or length >= steps or (2 * length > steps and not isinstance(scheduler, OneCycleLR)):
+    if length is None or steps is None or length >= steps or (2 * length > steps and not isinstance(scheduler, OneCycleLR)):
         return
     told = (
         f"{kind} has {name}={length} and will be stepped {steps} times in this run: {consequence}; count in updates, by "
@@ -220,10 +238,15 @@ def _compare_length(scheduler: LRScheduler, steps: int, max_epochs: int | None) 
         _logger.warning(told)
 
 
-def _parts(scheduler: LRScheduler) -> list[LRScheduler]:
-    """The schedules that determine the rate from now on."""
+def _parts(scheduler: LRScheduler, steps: int | None) -> Iterator[tuple[LRScheduler, int | None]]:
+    """The schedules that determine the rate from now on, each with the step where `steps` more will leave it."""
+    parts = parts_of_schedule(scheduler)
     if isinstance(scheduler, SequentialLR):
-        return _parts(parts_of_schedule(scheduler)[-1])
-    if isinstance(scheduler, ChainedScheduler):
-        return [part for each in parts_of_schedule(scheduler) for part in _parts(each)]
-    return [scheduler]
+        waits = max(0, vars(scheduler)[MILESTONES][-1] - scheduler.last_epoch) if len(parts) > 1 else 0
+        yield from _parts(parts[-1], steps if steps is None else steps - waits)
+    elif isinstance(scheduler, ChainedScheduler):
+        for part in parts:
+            yield from _parts(part, steps)
+    else:
+        # The parts of a sequence stand at -1 before their turn.
+        yield scheduler, steps if steps is None else steps + max(0, scheduler.last_epoch)

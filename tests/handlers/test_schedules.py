@@ -84,6 +84,9 @@ RIGHT: dict[str, Make] = {
     "milestones": lambda o: MultiStepLR(o, [20, 60]),
     "early milestones": lambda o: MultiStepLR(o, [5, 60]),
     "one cycle": lambda o: OneCycleLR(o, 0.1, total_steps=80),
+    "one cycle after a warm-up": lambda o: SequentialLR(
+        o, [LinearLR(o, total_iters=5), OneCycleLR(o, 0.1, total_steps=75)], [5]
+    ),
     "warm-up": lambda o: WarmUpSchedule(o, "linear", warm_up=4, total=80),
     "short warm-up": lambda o: SequentialLR(o, [LinearLR(o, total_iters=5), CosineAnnealingLR(o, T_max=75)], [5]),
 }
@@ -106,6 +109,47 @@ def test_one_cycle_that_is_too_short_is_refused_at_the_start() -> None:
         trainer.run(DATA, max_epochs=EPOCHS)
     assert "\n" not in str(raised.value)
     assert trainer.state.iteration == 0
+
+
+@pytest.mark.parametrize("event", [None, Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED], ids=str)
+@pytest.mark.parametrize("stop", [3, 8, 11, 16])
+def test_one_cycle_that_a_checkpoint_restores_is_refused_where_it_would_end_before_the_run(
+    stop: int, event: Any, tmp_path: Path
+) -> None:
+    """Two epochs of eight updates have the right length. For a third one the script has another length, which is not used."""
+    unit = 1 if event is Events.EPOCH_COMPLETED else len(DATA)
+
+    def resumed(epochs: int, until: int) -> Trainer:
+        trainer, optimizer = make()
+        handler = LearningRateSchedule(OneCycleLR(optimizer, 0.1, total_steps=epochs * unit))
+        _ = handler.attach(trainer) if event is None else handler.attach(trainer, event)
+        Checkpoint(tmp_path, every=1).attach(trainer)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=until), trainer.interrupt)
+        trainer.run(DATA, max_epochs=epochs)
+        return trainer
+
+    resumed(2, stop)
+    with pytest.raises(
+        ValueError, match=f"of total_steps={2 * unit}, which a checkpoint .* at step {3 * unit} at the end"
+    ) as raised:
+        resumed(3, 17)
+    assert "\n" not in str(raised.value)
+    assert resumed(2, 17).state.iteration == 16
+
+
+def test_one_cycle_that_starts_in_the_middle_of_a_run_has_the_length_of_the_rest(tmp_path: Path) -> None:
+    """It was left out of the resumed state, and begins where the earlier schedule was given up."""
+    runs: list[tuple[Make, int, tuple[str, ...]]] = [
+        (lambda o: OneCycleLR(o, 0.1, total_steps=16), 5, ()),
+        (lambda o: OneCycleLR(o, 0.1, total_steps=11), 17, ("LearningRateSchedule",)),
+    ]
+    for make_schedule, stop, leave_out in runs:
+        trainer, optimizer = make()
+        LearningRateSchedule(make_schedule(optimizer)).attach(trainer)
+        Checkpoint(tmp_path, every=1, leave_out=leave_out).attach(trainer)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop), trainer.interrupt)
+        trainer.run(DATA, max_epochs=2)
+    assert trainer.state.iteration == 16
 
 
 @pytest.mark.parametrize("place", ["handler", "forward"])
