@@ -40,7 +40,7 @@ from ignite_train.checkpoint.run_objects import (
 from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.tree import DTYPES, TensorForm, decode, dtype_name, form_of
 from ignite_train.errors import CheckpointError
-from ignite_train.internals.of_torch import LATEST_RATES, parts_of_schedule, pytree, storage_number
+from ignite_train.internals.of_torch import LATEST_RATES, PARTS, parts_of_schedule, pytree, storage_number
 from ignite_train.model.load_schedule import load_schedule
 from ignite_train.model.memory_layout import as_bytes, local_part
 from ignite_train.model.warm_up_schedule import WarmUpSchedule
@@ -498,9 +498,8 @@ def _tried(
                 return {}, f"{lacking[0]!r} is missing"
             known = inspect.signature(kind).parameters.keys() - {"params"}
             for key, value in options.items():
-                for one in pytree.tree_leaves(value) if key in known else ():
-                    if isinstance(one, (Tensor, TensorForm)) and math.prod(one.shape) != 1:
-                        return {}, f"{key} has {form_of(one)!r}"
+                if key in known and (larger := _larger_tensors(value)):
+                    return {}, f"{key} has {larger[0]!r}"
             tried = kind(parameters, **{key: value for key, value in loaded.items() if key in known})
             for parameter in parameters:
                 gradient = torch.ones_like(parameter)
@@ -512,6 +511,12 @@ def _tried(
         else:
             return {one: tried.state[parameter] for one, parameter in zip(kinds, parameters, strict=False)}, ""
     return {}, problem
+
+
+def _larger_tensors(value: Any) -> list[Any]:
+    """The forms of the tensors in it that are not one number."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, (Tensor, TensorForm))]
+    return [form_of(tensor) for tensor in tensors if math.prod(tensor.shape) != 1]
 
 
 def _for_a_stand_in(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -583,17 +588,25 @@ def _schedule_problems(
         yield from found
         # Only those of torch and of this library are tried: a step of another class may need more, or do more.
         if not found and f"{type(schedule).__module__}.".startswith(("torch.", "ignite_train.")):
-            if isinstance(schedule, schedulers.OneCycleLR) and saved.get("last_epoch") == saved.get("total_steps"):
-                return  # it is at its end, and torch raises at one more step
+            if _has_ended(schedule, saved):
+                return
             problem = _failure(schedule, saved, groups)
             yield from [problem] if problem and not _failure(schedule, current, schedule.optimizer.param_groups) else []
 
 
+def _has_ended(schedule: LRScheduler, saved: Any) -> bool:
+    """Whether a `OneCycleLR` in it is at its end, where torch raises at one more step."""
+    if not isinstance(saved, Mapping):
+        return False
+    if isinstance(schedule, schedulers.OneCycleLR):
+        return bool(saved.get("last_epoch") == saved.get("total_steps"))
+    return any(map(_has_ended, parts_of_schedule(schedule), saved.get(PARTS, ())))
+
+
 def _failure(schedule: LRScheduler, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> str:
     """How a step of a copy of the schedule fails on an optimizer without a model; empty if it does not."""
-    for one in pytree.tree_leaves(dict(state)):
-        if isinstance(one, (Tensor, TensorForm)) and math.prod(one.shape) != 1:
-            return f"it has {form_of(one)!r} in the place of a number"
+    if larger := _larger_tensors(dict(state)):
+        return f"it has {larger[0]!r} in the place of a number"
     stand_in = SGD([{"params": [torch.zeros(1)]} for _ in groups], lr=0.1)
     for group, options in zip(stand_in.param_groups, groups, strict=True):
         group |= copy.deepcopy(_for_a_stand_in(options))

@@ -421,7 +421,7 @@ def schedule_options(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same_option(saved: Any, here: Any) -> bool:
-    """Whether two values of an option are equal, or are none that can be compared: numbers, strings and lists of them are."""
+    """Whether two values of an option are equal, or cannot be compared, as what is no number, string or list of these."""
     return not (_is_comparable(saved) and _is_comparable(here)) or saved == here
 
 

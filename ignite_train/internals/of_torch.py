@@ -173,7 +173,7 @@ HAS_STEPPED = "_opt_called"
 
 
 # In the attributes and the state of a schedule that goes through others: those, or their states; and the steps at which a
-# `SequentialLR` goes on to the next.
+# `SequentialLR` continues with the next.
 PARTS, MILESTONES = "_schedulers", "_milestones"
 
 

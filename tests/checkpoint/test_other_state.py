@@ -1012,6 +1012,14 @@ def test_rates_for_other_groups_are_refused(tmp_path: Path) -> None:
     assert "it has [] for the 1 parameter groups" in refusal(scheduled(tmp_path, lambda o: schedulers.StepLR(o, 2)))
 
 
+@pytest.mark.parametrize("make", [chained, after_warm_up], ids=["chain", "sequence"])
+def test_a_one_cycle_at_its_end_within_another_schedule_is_restored(make: Any, tmp_path: Path) -> None:
+    """Torch raises an error at one more step, which the run does not make."""
+    for _ in range(2):
+        trainer = scheduled(tmp_path, make(lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=6 if make is chained else 3)))
+        assert trainer.run(LOADER, max_iters=6).iteration == 6
+
+
 def test_a_tensor_of_several_numbers_is_no_base_rate(tmp_path: Path) -> None:
     """A rate may be a tensor, which is not read for the comparison, but has one number."""
 
