@@ -170,8 +170,8 @@ class LearningRateSchedule(Handler):
             return None
         if state.max_iters is not None:
             return state.max_iters - state.iteration
-        if epochs is None or not state.epoch_length:
-            return None
+        if epochs is None or not state.epoch_length or not isinstance(trainer.config["accumulation_steps"], int):
+            return None  # a list of steps by epoch gives the epochs different lengths
         return epochs * state.epoch_length - (progress.epoch_iteration if progress.epoch_open else 0)
 
     def _warn_of_other_steps(self) -> None:

@@ -111,6 +111,17 @@ def test_one_cycle_that_is_too_short_is_refused_at_the_start() -> None:
     assert trainer.state.iteration == 0
 
 
+def test_epochs_of_different_lengths_tell_no_length_of_the_run() -> None:
+    """A list of accumulation steps by epoch makes 4 updates and then 1: the schedule for 5 is right."""
+    model = cuts.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = create_trainer(model, optimizer, cuts.forward, accumulation_steps=[1, 4])
+    schedule = OneCycleLR(optimizer, 0.1, total_steps=5)
+    LearningRateSchedule(schedule).attach(trainer)
+    trainer.run(cuts.cut(cuts.samples(), [4] * 4), max_epochs=2)
+    assert schedule.last_epoch == 5
+
+
 @pytest.mark.parametrize("event", [None, Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED], ids=str)
 @pytest.mark.parametrize("stop", [3, 8, 11, 16])
 def test_one_cycle_that_a_checkpoint_restores_is_refused_where_it_would_end_before_the_run(
