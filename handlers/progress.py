@@ -314,7 +314,8 @@ class ProgressLog(Handler):
         self._print(_line(head, parts | {mark: (0, mark) for mark in marks}))
 
     def _note_end(self, trainer: Trainer) -> None:
-        if any(not is_published_metric(name) for name in changed_numbers(self._metrics(trainer), self._latest[1])):
+        changed = changed_numbers(self._metrics(trainer), self._latest[1])
+        if any(not is_published_metric(name) for name in changed.keys() - self._shown.losses):
             self(trainer)
         self._close()
         self._has_ended = True

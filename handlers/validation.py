@@ -33,6 +33,7 @@ __all__ = ["Validation"]
 
 _logger = logging.getLogger(__name__)
 _LOADER = "Validation's loader"
+_AFTER_METRICS = (Events.COMPLETED, Events.EXCEPTION_RAISED, Events.TERMINATE, Events.INTERRUPT)
 _BEFORE_FORWARD = (
     Events.STARTED,
     Events.EPOCH_STARTED,
@@ -285,4 +286,4 @@ def _owner(handler: Any) -> Any:
 
 def _prepares(left_out: list[Any]) -> bool:
     """Whether metrics and the score may need what handlers at these events do, which the rehearsal leaves out."""
-    return any(event != Events.COMPLETED for event in left_out)
+    return any(event not in _AFTER_METRICS for event in left_out)

@@ -150,6 +150,7 @@ class RecordingHandler(Handler):
             if isinstance(error, OSError) and error.errno is not None and error.filename is None:
                 error.filename = str(self.place)  # a call on an open file does not know its name
             self.recover()
+            self.written, self.numbers = None, {}  # what is lost may be written once more
             if self.on_error == "raise":
                 raise
             kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "

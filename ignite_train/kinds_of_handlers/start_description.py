@@ -38,13 +38,14 @@ def start_description(trainer: Trainer) -> Description:
         if name not in _OF_EACH_RANK:
             description |= _plain(name, value)
     description |= _limits(trainer) | _described_handlers(trainer)
-    model, in_order, if_shared = trainer.parts.get("model"), *_orders(trainer)
+    model, in_order = trainer.parts.get("model"), _orders(trainer)
+    if_shared: dict[str, list[str]] = {}
     if isinstance(model, nn.Module):
         wrapped = update["gather"].passes.model if "gather" in update else model
         own = own_parameters(wrapped)
         description |= described_parameters(model, own)
         of_model = names_in_order(model, {*own, *own_buffers(wrapped)})
-        in_order, if_shared = in_order | of_model["in_order"], if_shared | of_model["in_order_if_shared"]
+        in_order, if_shared = in_order | of_model["in_order"], of_model["in_order_if_shared"]
     dealt = dealt_order(trainer.state.dataloader)
     if dealt is None:
         return Description(description, in_order=in_order, in_order_if_shared=if_shared)
@@ -96,21 +97,15 @@ def _described_handlers(trainer: Trainer) -> dict[str, str]:
     return described | {name: ", ".join(sorted(values)) for name, values in found.items()}
 
 
-def _orders(trainer: Trainer) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """All that waits for other ranks at an event, or travels with each update; ranks match it by its place.
-
-    Returns:
-        The classes; and the names under which metrics of Ignite are published, in case that all ranks have the same.
-    """
-    classes: dict[str, list[str]] = {"what travels with each update": [type(one).__name__ for one in trainer.piggybacks]}
-    names: dict[str, list[str]] = {}
+def _orders(trainer: Trainer) -> dict[str, list[str]]:
+    """All that waits for other ranks at an event, or travels with each update; ranks match it by its place."""
+    found: dict[str, list[str]] = {"what travels with each update": [type(one).__name__ for one in trainer.piggybacks]}
     for (_, function, args), (_, event, _) in zip(attached(trainer), occasions(trainer), strict=True):
         place = f"what waits for other ranks at {event}"
         owner = function.__self__ if isinstance(function, MethodType) else function
         published = published_metric(function, args)
         if isinstance(owner, Attachable) and owner.is_collective:
-            classes.setdefault(place, []).append(type(owner).__name__)
+            found.setdefault(place, []).append(type(owner).__name__)
         elif published is not None and waits_for_ranks(published[1]):
-            classes.setdefault(place, []).append(type(published[1]).__name__)
-            names.setdefault(f"the metrics at {event}", []).append(published[0])
-    return classes, names
+            found.setdefault(place, []).append(f"{type(published[1]).__name__} {published[0]!r}")
+    return found

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
+from contextlib import suppress
+from types import MethodType
+from typing import Any
 
 from torch import nn
 
@@ -39,9 +43,22 @@ def set_modes(modes: Modes, *, since: Modes) -> None:
             module.training = before  # so that the `train()` in which Ctrl-C came is called again
     for module, mode in modes:
         if module.training != mode:
-            if type(module).train is nn.Module.train and type(module).eval is nn.Module.eval:
-                module.training = mode
-            else:
-                _ = module.train() if mode else module.eval()  # which may take no argument, and may reach all children
+            _put(module, mode)
     for module, mode in modes:
         module.training = mode  # a second parent may have changed it, and a `train()` of the user's may keep another
+
+
+def _put(module: nn.Module, mode: bool) -> None:  # noqa: FBT001  # as torch has it
+    """Sets the mode of a module: by its own `train()` or `eval()`, of its class or of itself, which may reach all children."""
+    if _is_of_torch(module.train, nn.Module.train) and _is_of_torch(module.eval, nn.Module.eval):
+        module.training = mode
+        return
+    with suppress(NotImplementedError):  # of a module that torch.export has made
+        if inspect.signature(module.train).parameters:
+            module.train(mode)
+        else:
+            _ = module.train() if mode else module.eval()
+
+
+def _is_of_torch(method: Any, function: Any) -> bool:
+    return isinstance(method, MethodType) and method.__func__ is function

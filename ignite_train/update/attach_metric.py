@@ -37,7 +37,7 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
     Args:
         trainer: whose `forward` returns `ForwardOutput(..., outputs=...)`.
         metric: its `output_transform` is given `outputs`; by default they are `(y_pred, y)`.
-        name: of the metric. If others publish under it too, as `TrainingMetrics` does a log of `forward`, a warning says so.
+        name: of the metric, and of no log of `forward`: `TrainingMetrics` publishes logs under their names.
 
     Raises:
         TypeError: `trainer` is not a trainer, or `metric` is not a metric of Ignite.
@@ -72,8 +72,7 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
         raise TypeError(f"metric must be a metric of Ignite, got {describe(metric)}")
     if not isinstance(name, str) or is_published_metric(name):
         raise ValueError(f"name must be a string that handlers do not publish a metric under, got {name!r}")
-    outputs = keep_outputs(trainer, asked_by=f"attach_metric(..., {name!r})")
-    held = _MetricOfTraining(metric, name, outputs, trainer.state.metrics)
+    held = _MetricOfTraining(metric, name, keep_outputs(trainer, asked_by=f"attach_metric(..., {name!r})"))
     trainer.prepend_event_handler(Events.EPOCH_STARTED, held.begin_epoch)
     trainer.prepend_event_handler(TrainEvents.STEP_COMPLETED, held.count)
     trainer.prepend_event_handler(Events.EPOCH_COMPLETED, held.completed)
@@ -82,15 +81,13 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
 class _MetricOfTraining(MetricHolder):
     """Feeds a metric by an engine of Ignite's own, so that any kind of metric is attached in its own way."""
 
-    def __init__(self, metric: Metric, name: str, outputs: KeptOutputs, published_in: Mapping[str, Any]) -> None:
+    def __init__(self, metric: Metric, name: str, outputs: KeptOutputs) -> None:
         super().__init__(name, metric)
         self._engine = Engine(lambda _engine, batch: batch)
         metric.attach(self._engine, name)
         self._outputs = outputs
         self._num_seen = 0  # micro-batches of this epoch on this rank
         self._has_warned = False
-        self._published: dict[str, Any] = {}  # the latest values, by name
-        self._published_in = published_in  # a checkpoint puts another there, with values of the process that wrote it
 
     def begin_epoch(self) -> None:
         """Resets the metric."""
@@ -107,7 +104,7 @@ class _MetricOfTraining(MetricHolder):
             self._engine.state.output = outputs
             self._engine.fire_event(Events.ITERATION_COMPLETED)
         self._engine.state.output = None
-        self._publish(trainer)  # those that have a running value
+        trainer.state.metrics.update(self._engine.state.metrics)  # of those that publish a running value
 
     def _refuse_uneven_reductions(self, micro_batches: int) -> None:
         """Says on all ranks that they cannot reduce a metric after each micro-batch, where they have different numbers of them.
@@ -129,7 +126,7 @@ class _MetricOfTraining(MetricHolder):
         with uneven_metrics(self._engine, has_data=self._num_seen > 0) as is_computable:
             if is_computable:
                 self._engine.fire_event(Events.EPOCH_COMPLETED)
-                self._publish(trainer)
+                trainer.state.metrics.update(self._engine.state.metrics)
                 return
         for name in self._engine.state.metrics:
             trainer.state.metrics.pop(name, None)
@@ -139,25 +136,6 @@ class _MetricOfTraining(MetricHolder):
             trainer.logger.warning(
                 f"metric {self.name!r} is left out of state.metrics after epoch {trainer.state.epoch}, as after each in which "
                 "every update was skipped: it has seen no micro-batch"
-            )
-
-    def _publish(self, trainer: Trainer) -> None:
-        """Publishes the metric, and says once of each of its names under which another has published meanwhile."""
-        published, found = trainer.state.metrics, self._engine.state.metrics
-        for name, value in found.items():
-            mine = self._published.get(name)
-            if published is self._published_in and published.get(name, mine) is not mine:
-                self._warn_of_other_with(name, trainer)
-            published[name] = self._published[name] = value
-        if found:
-            self._published_in = published
-
-    def _warn_of_other_with(self, name: str, trainer: Trainer) -> None:
-        if collectives.is_main_rank() and name not in trainer.progress.warned:
-            trainer.progress.warned.add(name)
-            trainer.logger.warning(
-                f"metric {name!r} of attach_metric and another {name!r}, such as a log of forward, take turns in "
-                f"state.metrics; attach the metric under another name, such as 'my_{name}'"
             )
 
     def state_dict(self) -> dict[str, Any]:

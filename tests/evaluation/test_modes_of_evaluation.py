@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -102,6 +103,33 @@ def by_hand(model: nn.Module) -> list[float]:
         model.eval()
         losses.append(mean_loss(model))
     return losses
+
+
+class ModeRequired(nn.Linear):
+    """Its `train` has no default, which torch never needs: it hands the mode on to children."""
+
+    def train(self, mode: bool) -> ModeRequired:  # type: ignore[override]  # as torch's
+        return super().train(mode)  # type: ignore[return-value]
+
+
+def test_a_mode_without_a_default_is_given_to_children() -> None:
+    """After an evaluation they are in training mode again."""
+    model = nn.Sequential(ModeRequired(4, 1).double())
+    create_evaluator(model, forward).run(DATA)
+    assert [module.training for module in model.modules()] == [True, True]
+
+
+def test_a_train_of_a_module_itself_is_called() -> None:
+    """Not only one of its class: an adapter may be put on one layer."""
+    model, calls = nn.Sequential(nn.Linear(4, 1).double()), list[bool]()
+
+    def train(self: nn.Module, mode: bool = True) -> nn.Module:  # noqa: FBT002  # as torch's
+        calls.append(mode)
+        return nn.Module.train(self, mode)
+
+    model[0].train = MethodType(train, model[0])  # type: ignore[method-assign]
+    create_evaluator(model, forward).run(DATA)
+    assert calls == [False, True]
 
 
 @pytest.mark.parametrize("kind", [Adapted, Cached])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import math
 from collections.abc import Mapping
@@ -111,6 +112,23 @@ def test_events_that_fall_on_one_update_give_it_one_line(tmp_path: Path, kind: s
     trainer.run(DATA, max_epochs=2)
     assert [update for update, _ in of(log, "train/loss")] == [3, 6, 9, 12]
     assert of(log, "train/epochs") == [(6, 1.0), (9, 1.0), (12, 1.0), (12, 2.0)]
+
+
+@kinds
+def test_what_could_not_be_written_is_written_at_the_next_event(tmp_path: Path, kind: str) -> None:
+    """The disk is full at the last update, and has room again at the end of the epoch: all of it is new, and not the change."""
+    trainer, log = make(tmp_path, kind)
+    attach(trainer, log, EVERY(every=3) | Events.EPOCH_COMPLETED)
+    write, failures = log.record, [OSError(errno.ENOSPC, "no space")]
+
+    def record(trainer: Trainer, *arguments: Any, **settings: Any) -> None:
+        if trainer.state.iteration == 6 and failures:
+            raise failures.pop()
+        write(trainer, *arguments, **settings)
+
+    log.record = record  # type: ignore[method-assign]
+    trainer.run(DATA, max_epochs=1)
+    assert [update for update, _ in of(log, "train/loss")] == [3, 6]
 
 
 @kinds

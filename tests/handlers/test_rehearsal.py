@@ -78,6 +78,7 @@ def test_it_computes_metrics_of_ignite_and_calls_the_handlers_of_the_library(tmp
 
     trainer, evaluator = make("ours")
     Average(lambda output: output[0][0][0]).attach(evaluator, "broken")
+    evaluator.add_event_handler(Events.EXCEPTION_RAISED, lambda _error: None)  # which no metric can need
     Validation(evaluator, DATA).attach(trainer)
     with pytest.raises(IndexError) as caught:
         trainer.run(DATA)

@@ -167,6 +167,13 @@ def metric_of_ones_own_on_one(rank: int) -> Trainer:
     return trainer
 
 
+def metrics_in_part_the_same(rank: int) -> Trainer:
+    trainer = make()
+    for name in ("ten", "hundred") if rank else ("one", "ten"):
+        average(len(name)).attach(trainer, name)
+    return trainer
+
+
 def metric_of_predictions_on_one(rank: int) -> Trainer:
     trainer = make()
     if rank == 0:
@@ -216,10 +223,11 @@ SAID = {
     other_order_of_shards: f"got place 1 of the parameters: heads.a.weight on rank 0 and heads.b.weight on rank 1 {SET}; give",
     other_order_of_replicas: f"got place 3 of the parameters: heads.c.weight on rank 0 and heads.b.weight on rank 1 {SET}",
     other_order_of_buffers: "got place 1 of the buffers: heads.a.running_mean on rank 0 and heads.b.running_mean on rank 1 (a",
-    other_order_of_metrics: f"place 1 of the metrics at EPOCH_COMPLETED: one on rank 0 and two on rank 1 {SET}; give",
-    metric_on_one: "place 1 of what waits for other ranks at EPOCH_COMPLETED: Average on rank 0 and none on rank 1;",
-    metric_of_predictions_on_one: "other ranks at EPOCH_COMPLETED: Average on rank 0 and none on rank 1; give",
-    metric_of_ones_own_on_one: "other ranks at EPOCH_COMPLETED: MetricsLambda on rank 0 and none on rank 1; give",
+    other_order_of_metrics: f"ranks at EPOCH_COMPLETED: Average 'one' on rank 0 and Average 'two' on rank 1 {SET}; give",
+    metric_on_one: "place 1 of what waits for other ranks at EPOCH_COMPLETED: Average 'average' on rank 0 and none on rank 1;",
+    metric_of_predictions_on_one: "other ranks at EPOCH_COMPLETED: Average 'average' on rank 0 and none on rank 1; give",
+    metric_of_ones_own_on_one: "EPOCH_COMPLETED: MetricsLambda 'twice the largest' on rank 0 and none on rank 1; give",
+    metrics_in_part_the_same: "ranks at EPOCH_COMPLETED: Average 'one' on rank 0 and Average 'ten' on rank 1; give",
     other_order_of_handlers: f"what travels with each update: StepTimer on rank 0 and GradNormConsistency on rank 1 {SET}",
     other_piggybacks: "got place 3 of what travels with each update: EmptyCache on rank 0 and none on rank 1; give",
     checkpoint_on_one: "got the exchange between the ranks: of settings on rank 0 and of Checkpoint on rank 1; give",
@@ -456,7 +464,6 @@ def own_handlers(rank: int, directory: Path) -> Trainer:
         (Largest() + 1.0).attach(trainer, "one more than the largest")
         ProgressLog().attach(trainer)
         JsonLines(directory / "log.jsonl").attach(trainer)
-    average().attach(trainer, f"average of rank {rank}")
     return trainer
 
 

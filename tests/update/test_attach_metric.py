@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ from ignite_train import (
     create_supervised_trainer,
     create_trainer,
 )
-from ignite_train.handlers import Checkpoint, TrainingMetrics
+from ignite_train.handlers import Checkpoint
 from log_messages import messages_from_here
 from ranks import run_ranks
 
@@ -431,39 +430,3 @@ def test_a_metric_that_cannot_be_saved_is_named(tmp_path: Path, caplog: pytest.L
     trainer.run(batches(4, 4), max_epochs=1)
     (line,) = [message for message in caplog.messages if "is left out of the checkpoints" in message]
     assert "metric 'overlap' cannot be saved" in line
-
-
-@pytest.mark.parametrize("metric_first", [True, False])
-@pytest.mark.parametrize("event", [Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED], ids=str)
-def test_a_metric_with_the_name_of_a_log_is_told_once(event: Any, metric_first: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """`state.metrics` would have now the one and now the other; another name is silent."""
-    model = nn.Linear(4, 3)
-    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
-    steps: list[Callable[[], object]] = [
-        lambda: attach_metric(trainer, Accuracy(), "correct"),
-        lambda: TrainingMetrics().attach(trainer, event),
-    ]
-    for step in steps if metric_first else reversed(steps):
-        step()
-    attach_metric(trainer, Accuracy(), "accuracy")
-    attach_metric(trainer, RunningAverage(output_transform=lambda output: float(len(output[1]))), "samples")
-    trainer.run(batches(4, 4), max_epochs=2)
-    (line,) = [message for message in caplog.messages if "take turns" in message]
-    assert "'correct'" in line
-    assert "such as 'my_correct'" in line
-
-
-def test_a_metric_with_the_name_of_a_log_that_nobody_publishes_is_silent(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The log is in the record of the update alone. Where a run continues or resumes, the metric finds its own value."""
-    for max_iters in ((3, 5), (7, 8)):
-        model = nn.Linear(4, 3)
-        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
-        attach_metric(trainer, Accuracy(), "correct")
-        attach_metric(trainer, RunningAverage(output_transform=lambda output: float(len(output[1]))), "samples")
-        Checkpoint(tmp_path).attach(trainer)
-        for limit in max_iters:
-            trainer.run(batches(4, 4), max_iters=limit)
-    assert "correct" in trainer.state.metrics
-    assert not [message for message in caplog.messages if "take turns" in message]
