@@ -190,9 +190,9 @@ def _refuse_more_steps(scheduler: OneCycleLR, last_step: int) -> None:
     if scheduler.total_steps < last_step:
         place = f"step {scheduler.last_epoch} of total_steps={scheduler.total_steps}"
         raise ValueError(
-            f"OneCycleLR is at {place}, which a checkpoint restores, and will be at step {last_step} at the end of this run: "
-            "it will raise an error; end the run earlier, leave the schedule out, or train from the beginning with a schedule "
-            "for the whole length"
+            f"OneCycleLR is at {place} and will be at step {last_step} at the end of this run: it will raise an error, and a "
+            "checkpoint restores its length; end the run earlier, leave the schedule out, or train from the beginning with a "
+            "schedule for the whole length"
         )
 
 

@@ -174,7 +174,8 @@ HAS_STEPPED = "_opt_called"
 
 # In the attributes and the state of a schedule that goes through others: those, or their states; and the steps at which a
 # `SequentialLR` continues with the next.
-PARTS, MILESTONES = "_schedulers", "_milestones"
+PARTS = "_schedulers"
+MILESTONES = "_milestones"
 
 
 def parts_of_schedule(schedule: LRScheduler) -> Sequence[LRScheduler]:

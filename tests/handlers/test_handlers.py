@@ -663,7 +663,10 @@ SCHEDULES_TO_EXTEND: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize("case", SCHEDULES_TO_EXTEND)
 @pytest.mark.parametrize("resumed", [True, False])
 def test_a_run_beyond_its_schedule_is_warned_about(case: str, resumed: bool, build: Any, tmp_path: Any, caplog: Any) -> None:
-    """Once, when the limit of a finished run was raised, in the same process or another; never before that."""
+    """Once, when the limit of a finished run was raised, in the same process or another; never before that.
+
+    A `OneCycleLR` raises an error at one more step, so the run is refused before its first update.
+    """
     schedule, message = SCHEDULES_TO_EXTEND[case]
     data = [(torch.ones(1, 4), torch.ones(1, 1))] * 2
 
@@ -679,7 +682,10 @@ def test_a_run_beyond_its_schedule_is_warned_about(case: str, resumed: bool, bui
     trainer = prepare() if resumed else trainer
     trainer.run(data, max_epochs=2)
     assert "the schedule is at its end" not in caplog.text
-    with contextlib.suppress(ValueError):  # OneCycleLR raises it
+    refused = pytest.raises(ValueError, match="will be at step 6 at the end of this run") if case == "one cycle" else None
+    with refused or contextlib.nullcontext() as error:
         trainer.run(data, max_epochs=3)
     lines = [line for line in caplog.messages if "the schedule is at its end" in line]
+    lines += [str(error.value)] if refused else []
     assert [message in line for line in lines] == [True] * bool(message)
+    assert trainer.state.iteration == (4 if refused else 6)
