@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from ignite_train.data.description import dealt_order
 from ignite_train.engine.dispatch import Attachable, attached, is_of_library, occasions
 from ignite_train.evaluation.uneven_metrics import published_metric, waits_for_ranks
-from ignite_train.ranks.unlike_ranks import Description, described_parameters, names_in_order
+from ignite_train.ranks.unlike_ranks import Description, described_model
 from ignite_train.ranks.wrapping import own_buffers, own_parameters
 from ignite_train.trainer import Trainer
 
@@ -38,19 +38,18 @@ def start_description(trainer: Trainer) -> Description:
         if name not in _OF_EACH_RANK:
             description |= _plain(name, value)
     description |= _limits(trainer) | _described_handlers(trainer)
-    model, in_order = trainer.parts.get("model"), _orders(trainer)
-    if_shared: dict[str, list[str]] = {}
+    model, of_model = trainer.parts.get("model"), Description()
     if isinstance(model, nn.Module):
         wrapped = update["gather"].passes.model if "gather" in update else model
-        own = own_parameters(wrapped)
-        description |= described_parameters(model, own)
-        of_model = names_in_order(model, {*own, *own_buffers(wrapped)})
-        in_order, if_shared = in_order | of_model["in_order"], of_model["in_order_if_shared"]
+        of_model = described_model(model, {*own_parameters(wrapped), *own_buffers(wrapped)})
+    of_trainer = Description(
+        {**description, **of_model.of_all}, in_order={**_orders(trainer), **of_model.in_order}, buffers=of_model.buffers
+    )
     dealt = dealt_order(trainer.state.dataloader)
     if dealt is None:
-        return Description(description, in_order=in_order, in_order_if_shared=if_shared)
+        return of_trainer
     of_data = {f"data.{name}": repr(value) for name, value in dealt.settings.items()}
-    return Description(description, dealt.ranks, of_data, in_order, if_shared)
+    return replace(of_trainer, sharing=dealt.ranks, of_data=of_data)
 
 
 def _plain(name: str, value: Any) -> dict[str, str]:

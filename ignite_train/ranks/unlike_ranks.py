@@ -13,7 +13,7 @@ from torch import nn
 
 from ignite_train.ranks import collectives
 
-__all__ = ["Description", "described_parameters", "exchanged", "names_in_order", "refuse_unlike_models", "refuse_unlike_ranks"]
+__all__ = ["Description", "described_model", "exchanged", "refuse_unlike_models", "refuse_unlike_ranks"]
 
 _MOST = 3  # differences that an error names
 
@@ -27,14 +27,15 @@ class Description:
         sharing: the ranks among which samples are dealt out, in increasing order; empty where that is not known.
         of_data: on the sharing ranks that have such an entry.
         in_order: names that stand at the same places on all ranks, by what they are names of.
-        in_order_if_shared: names of which this holds only where all ranks have the same names: some may be of one rank alone.
+        buffers: the names of the buffers, which stand in the same order where all ranks have the same names. A rank may have
+            some under names of its own, such as a queue, where no other rank needs them.
     """
 
     of_all: Mapping[str, str] = field(default_factory=dict)
     sharing: tuple[int, ...] = ()
     of_data: Mapping[str, str] = field(default_factory=dict)
     in_order: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    in_order_if_shared: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    buffers: Sequence[str] = ()
 
 
 class _Sent(NamedTuple):
@@ -75,7 +76,7 @@ def refuse_unlike_ranks(description: Description, beside: bytes = b"") -> bytes:
     Raises:
         ValueError: the descriptions differ, on all ranks alike.
     """
-    alike = _digest(description.of_all, description.in_order, description.in_order_if_shared)
+    alike = _digest(description.of_all, description.in_order, {"the buffers": description.buffers})
     digests = alike, _digest(description.of_data)
     of_ranks = exchanged(collectives.gather_objects, "of settings", (*digests, description.sharing, beside))
     of_data = {(sharing, digest) for _, digest, sharing, _ in of_ranks if sharing}
@@ -91,42 +92,26 @@ def refuse_unlike_models(model: nn.Module) -> None:
     Raises:
         ValueError: they differ, or stand in another order, on all ranks alike.
     """
-    refuse_unlike_ranks(Description(described_parameters(model), **names_in_order(model)))
+    refuse_unlike_ranks(described_model(model))
 
 
 def _digest(*described: Mapping[str, Any]) -> bytes:
     return hashlib.sha256(json.dumps([sorted(one.items()) for one in described]).encode()).digest()
 
 
-def described_parameters(model: nn.Module, own: Collection[str] = ()) -> dict[str, str]:
-    """The shape and dtype of each parameter, and whether it is trained; without those that are each rank's `own`."""
-    return {
-        f"the parameter {name}": f"{list(p.shape)} of {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
-        for name, p in model.named_parameters()
-        if name not in own
-    }
+def described_model(model: nn.Module, own: Collection[str] = ()) -> Description:
+    """Its parameters and buffers, without those that are each rank's `own`.
 
-
-def names_in_order(model: nn.Module, own: Collection[str] = ()) -> dict[str, Any]:
-    """The names of parameters and buffers as they are registered, for a `Description`; without those that are a rank's `own`.
-
-    Torch's wrappers and our messages match both over the ranks by their places, so names alone do not make a model the same.
-    A rank may have buffers under names of its own, such as a queue, where no other rank needs them.
+    Of a parameter it has the shape and dtype, and whether it is trained. Torch's wrappers and our messages match parameters and
+    buffers over the ranks by their places, so the names alone do not make a model the same.
     """
-    return {
-        "in_order": {"the parameters": [name for name, _ in model.named_parameters() if name not in own]},
-        "in_order_if_shared": {"the buffers": [name for name, _ in model.named_buffers() if name not in own]},
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name not in own}
+    described = {
+        f"the parameter {name}": f"{list(p.shape)} of {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
+        for name, p in parameters.items()
     }
-
-
-def _other_places(of_ranks: Sequence[Mapping[str, Sequence[str]]], *, if_shared: bool) -> list[str]:
-    """The first place of each kind at which names differ."""
-    parts = []
-    for kind in dict.fromkeys(kind for one in of_ranks for kind in one):
-        orders = [one.get(kind, ()) for one in of_ranks]
-        if not if_shared or len({tuple(sorted(order)) for order in orders}) == 1:
-            parts += _first_other_place(kind, orders)
-    return parts
+    buffers = [name for name, _ in model.named_buffers() if name not in own]
+    return Description(described, in_order={"the parameters": [*parameters]}, buffers=buffers)
 
 
 def _first_other_place(kind: str, orders: Sequence[Sequence[str]]) -> list[str]:
@@ -141,8 +126,10 @@ def _first_other_place(kind: str, orders: Sequence[Sequence[str]]) -> list[str]:
 def _differences_of(of_ranks: Sequence[Description]) -> list[str]:
     parts = _differences({rank: description.of_all for rank, description in enumerate(of_ranks)})
     # What only some ranks have moves what stands behind it, and has been named then.
-    parts = parts or _other_places([one.in_order for one in of_ranks], if_shared=False)
-    parts = parts or _other_places([one.in_order_if_shared for one in of_ranks], if_shared=True)
+    for kind in dict.fromkeys(kind for one in of_ranks for kind in one.in_order) if not parts else ():
+        parts += _first_other_place(kind, [one.in_order.get(kind, ()) for one in of_ranks])
+    if not parts and len({tuple(sorted(one.buffers)) for one in of_ranks}) == 1:
+        parts = _first_other_place("the buffers", [one.buffers for one in of_ranks])
     for sharing in sorted({description.sharing for description in of_ranks if description.sharing}):
         among = {rank: one.of_data for rank, one in enumerate(of_ranks) if one.sharing == sharing}
         parts += _differences(among)

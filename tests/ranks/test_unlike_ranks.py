@@ -125,18 +125,19 @@ def average(value: float = 1.0) -> Metric:
     return Average(output_transform=lambda _: value)
 
 
-def other_order_of_metrics(rank: int) -> Trainer:
+def with_averages(names: tuple[str, ...]) -> Trainer:
     trainer = make()
-    for name in ("two", "one") if rank else ("one", "two"):
+    for name in names:
         average(len(name)).attach(trainer, name)
     return trainer
 
 
+def other_order_of_metrics(rank: int) -> Trainer:
+    return with_averages(("two", "one") if rank else ("one", "two"))
+
+
 def metric_on_one(rank: int) -> Trainer:
-    trainer = make()
-    if rank == 0:
-        average().attach(trainer, "average")
-    return trainer
+    return with_averages(() if rank else ("average",))
 
 
 class Largest(Metric):
@@ -168,10 +169,7 @@ def metric_of_ones_own_on_one(rank: int) -> Trainer:
 
 
 def metrics_in_part_the_same(rank: int) -> Trainer:
-    trainer = make()
-    for name in ("ten", "hundred") if rank else ("one", "ten"):
-        average(len(name)).attach(trainer, name)
-    return trainer
+    return with_averages(("ten", "hundred") if rank else ("one", "ten"))
 
 
 def metric_of_predictions_on_one(rank: int) -> Trainer:
