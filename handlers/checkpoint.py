@@ -28,7 +28,7 @@ from ignite_train.checkpoint.saved_run import SavedRun, checked_names, checked_o
 from ignite_train.checkpoint.writer import GIVE_UP_AFTER, CheckpointWriter
 from ignite_train.engine.dispatch import Stateful, append_handler
 from ignite_train.errors import CheckpointError
-from ignite_train.evaluation.scored_weights import handlers_of_score
+from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.metrics import score_mode
 from ignite_train.ranks import collectives
@@ -249,12 +249,13 @@ class Checkpoint(Handler):
 
     def _load_scored(self, found: BestCheckpoint) -> None:
         """Loads the model, and the weights that were scored in its place."""
-        objects, handlers = self._run.objects(), handlers_of_score(self._run.evaluator)
+        objects, evaluator = self._run.objects(), self._run.evaluator
+        handlers = [*evaluator.scored_weights] if isinstance(evaluator, Evaluator) else []
         states = [objects.of(one.has_weights) for one in handlers]
         known = together(collectives.gather_objects, f"reading {found.path}", lambda: names_in(found.path))[0]
         lacking = [one for one, state in zip(handlers, states, strict=True) if not state or not state.keys() <= known]
         if lacking:
-            handlers, states = (), []
+            handlers, states = [], []
             if collectives.is_main_rank():
                 _logger.warning(
                     f"{found.path} has no state of {type(lacking[0]).__name__}, and its score is of weights from there: "

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from ignite_train.arguments import describe
 from ignite_train.evaluation.evaluator import Evaluator
-from ignite_train.evaluation.scored_weights import note_scored_weights
 from ignite_train.internals.of_torch import foreach_copy_
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.averaged_tensors import local_tensors
@@ -81,16 +80,16 @@ class OptimizerModes(Handler):
         trainer.on_enter.append(self._begin)
         if evaluator is not None:
             evaluator.run_within(partial(self._evaluating, trainer.replicas))
-            note_scored_weights(evaluator, self)
+            evaluator.scored_weights.append(self)
 
     @property
     def has_weights(self) -> Optimizer:
-        """See `PutsScoredWeightsIn`: its state has them."""
+        """See `ScoredWeights`: its state has them."""
         return self.optimizer  # type: ignore[no-any-return]
 
     @contextmanager
     def left_in(self) -> Iterator[None]:
-        """See `PutsScoredWeightsIn`. The optimizer is left in its eval mode."""
+        """See `ScoredWeights`. The optimizer is left in its eval mode."""
         self.optimizer.train()  # in which it was saved
         yield
         self.optimizer.eval()

@@ -28,6 +28,7 @@ from ignite_train.data.samplers import samplers_of
 from ignite_train.device.to_device import ToDevice
 from ignite_train.engine.limits import checked_loader, without_full_batch
 from ignite_train.engine.loop import Batches, Loop
+from ignite_train.evaluation.scored_weights import ScoredWeights
 from ignite_train.evaluation.uneven_metrics import metrics_published_at, uneven_metrics
 from ignite_train.forward import TERM, Forward, ForwardOutput, as_forward_output, bind_forward
 from ignite_train.model.forward_state import ForwardState
@@ -58,6 +59,9 @@ class Evaluator(Loop):
     metrics read, or the `ForwardOutput` itself where it has none. A placeholder, which a rank runs after its data has ended, is
     no iteration: no event fires for it. `state.carried` is the state that forward keeps from micro-batch to micro-batch; it is
     empty at the start of each run and separate from the trainer's.
+
+    Attributes:
+        scored_weights: the handlers that put other weights into the model for each run, in their order.
     """
 
     state: EvaluatorState
@@ -82,6 +86,7 @@ class Evaluator(Loop):
         self.statistics = Statistics(device, counts=self.data_ranks.counts)
         self._limit: int | None = None
         self._around: list[Callable[[], AbstractContextManager[Any]]] = [lambda: collectives.buffers_of_first_rank(this.model)]
+        self.scored_weights: list[ScoredWeights] = []
         self._is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self._uneven: Uneven = "replay" if uneven == "all" and self._is_sharded else uneven
 

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from ignite_train.arguments import COUNT, MAPPING, check_fields, check_same_model, describe
 from ignite_train.evaluation.evaluator import Evaluator
-from ignite_train.evaluation.scored_weights import note_scored_weights
 from ignite_train.events import Event, TrainEvents
 from ignite_train.internals.of_torch import foreach_copy_
 from ignite_train.kinds_of_handlers.handler import Handler
@@ -99,16 +98,16 @@ class AveragingHandler(Handler):
         if not isinstance(evaluator, Evaluator):
             raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
         evaluator.run_within(lambda: self._swapped_for(evaluator.model))
-        note_scored_weights(evaluator, self)
+        evaluator.scored_weights.append(self)
 
     @property
     def has_weights(self) -> AveragingHandler:
-        """See `PutsScoredWeightsIn`."""
+        """See `ScoredWeights`."""
         return self
 
     @contextmanager
     def left_in(self) -> Iterator[None]:
-        """See `PutsScoredWeightsIn`. Collective where a model has normalisation layers."""
+        """See `ScoredWeights`. Collective where a model has normalisation layers."""
         yield
         self._put_in()
 
