@@ -219,7 +219,7 @@ class Checkpoint(Handler):
 
         The model has the weights that were scored. Where the evaluator scores an average (`ModelEMA.use_in`), or the evaluation
         weights of an optimizer (`OptimizerModes`), these are put into the model, and the handler's average, or the optimizer's
-        state, is that of the best checkpoint too, so that the next evaluation scores the same weights; the optimizer is left in
+        state, comes from the best checkpoint too, so that the next evaluation scores the same weights; the optimizer is left in
         its eval mode. If the checkpoint lacks them, a warning says so, and the model has the weights that were trained. Where
         an evaluator has both, attach `OptimizerModes` before `ModelEMA.use_in`; in the other order the weights of the average
         are not those that were scored.

@@ -19,11 +19,11 @@ __all__ = ["Freeze"]
 class Freeze(Handler):
     """Keeps the parameters of a module unchanged until a number of steps has been made.
 
-    The gradients of frozen parameters are dropped after the last backward of each update, before the norm is taken, and so in
-    each evaluation of an optimizer with a closure. So they are
-    neither in the norm nor in the step, and a value that is not finite among them skips no update. `requires_grad` stays True,
-    because `DistributedDataParallel` decides when it is built which gradients it reduces. Backward still computes these
-    gradients, and they cross the ranks; freeze with `requires_grad_(False)`, before the model is wrapped, what never trains.
+    The gradients of frozen parameters are dropped after the last backward of each update, and of each evaluation of an
+    optimizer with a closure, before the norm is taken. So they are neither in the norm nor in the step, and a value that is not
+    finite among them skips no update. `requires_grad` stays True, because `DistributedDataParallel` decides when it is built
+    which gradients it reduces. Backward still computes these gradients, and they cross the ranks; freeze with
+    `requires_grad_(False)`, before the model is wrapped, what never trains.
 
     Parameters begin to train with fresh moments. Buffers are not frozen: call `module.eval()` before the run. It has no state:
     a resumed run follows from the counters. All ranks must attach it. Several of them can thaw a model block by block.

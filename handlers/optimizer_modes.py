@@ -134,7 +134,7 @@ class OptimizerModes(Handler):
             in_full(put_back)
 
     def _settings(self) -> list[dict[str, Any]]:
-        """Plain attributes and plain entries of the groups, one of which may name the mode."""
+        """Plain attributes, and plain entries of the groups: the mode may be among them."""
         found = vars(self.optimizer), *self.optimizer.param_groups
         return [{name: value for name, value in one.items() if isinstance(value, (int, str))} for one in found]
 

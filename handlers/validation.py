@@ -117,7 +117,7 @@ class Validation(Handler):
         others = [one for _, one, _ in attached(trainer) if isinstance(one, Validation) and one is not self]
         if any(one.evaluator is self.evaluator for one in others):
             raise ValueError(
-                "evaluator must belong to one Validation, got one that another Validation runs, so that their results would "
+                "evaluator must belong to one Validation, got the evaluator of another Validation, so that their results would "
                 "have the same names; make a second evaluator with create_evaluator for each loader, or remove the first "
                 "Validation with handle.remove(), where handle is what its attach returned"
             )

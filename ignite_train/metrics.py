@@ -220,7 +220,7 @@ def single_metrics(metrics: Mapping[str, Any], left_out: set[str]) -> dict[str, 
 
 
 def changed_numbers(numbers: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    """The numbers that `before` lacks or has with another value. NaN is no change of NaN."""
+    """The numbers that `before` lacks or has with another value. NaN does not differ from NaN."""
     return {
         name: number
         for name, number in numbers.items()

@@ -98,7 +98,7 @@ class Moments:
         on_backward: called with the result of a forward when its backward is done.
         before_norm: called with the trainer after an update's last backward, before the norm is taken, on every rank; after
             that of each further evaluation too, where the optimizer has a closure.
-        frozen: give the parameters that the latest update has kept as they are, to what moves parameters beside the optimizer.
+        frozen: give the parameters that the latest update did not move, to handlers that move parameters beside the optimizer.
         after_update: called with the trainer when an update is counted, before its last events.
         on_record: called with the record of an update, after `after_update`.
     """

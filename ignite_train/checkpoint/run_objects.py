@@ -404,7 +404,7 @@ def schedule_class(schedule: LRScheduler) -> str:
 
 
 def schedule_options(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a script sets in the state of a schedule, and in those of its parts as `schedulers[0]` and so on.
+    """The options in the state of a schedule that a script sets, and those of its parts as `schedulers[0]` and so on.
 
     The milestones of a `MultiStepLR`, which are the keys of a mapping, become a list.
     """
@@ -421,7 +421,7 @@ def schedule_options(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same_option(saved: Any, here: Any) -> bool:
-    """Whether two values of an option are equal, or cannot be compared, as what is no number, string or list of these."""
+    """Whether two values of an option are equal, or cannot be compared: only numbers, strings and lists of these can."""
     return not (_is_comparable(saved) and _is_comparable(here)) or saved == here
 
 

@@ -47,7 +47,7 @@ def published_metric(handler: Any, args: tuple[Any, ...]) -> tuple[str, Metric] 
 def waits_for_ranks(metric: Metric) -> bool:
     """Whether a metric is reduced over the ranks when it computes, as Ignite's are; one of a script's own need not be.
 
-    A metric that is a function of others is, if one of them is. A class of a script's own is, if its `compute` is decorated by
+    A function of other metrics is, if any of these is. A class of a script's own is, if its `compute` is decorated by
     Ignite's `sync_all_reduce`, or is Ignite's.
     """
     if isinstance(metric, MetricsLambda):

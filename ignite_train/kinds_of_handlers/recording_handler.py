@@ -32,8 +32,8 @@ class RecordingHandler(Handler):
     `open_file` and `may_be_continued`, extends `attach` where it needs more events, calls `check_file` in `state_dict`, and
     saves `state_of_written()` there, which `load_written` reads.
 
-    Of an update that was written, only what has changed is written again: what is published at the end of an epoch comes after
-    the line of its last update.
+    Of an update that was written, only changed numbers are written again: those of an epoch are published after the line of its
+    last update.
 
     An evaluation before the run begins, in a process that finds a log, is written when the run begins at its beginning, and
     left out when it resumes: only then is it known whether the log is continued.

@@ -211,7 +211,7 @@ def buffers_of_first_rank(module: nn.Module) -> Iterator[None]:
     own: list[tuple[Tensor, Tensor]] = []
 
     def put_back() -> None:
-        for memory, values in reversed(own):  # the copy of one that shares memory with an earlier one has that of rank 0
+        for memory, values in reversed(own):  # of two in the same memory, the first was copied before rank 0 wrote
             memory.copy_(values)
 
     try:

@@ -77,7 +77,7 @@ def test_the_weights_that_were_scored_are_loaded(tmp_path: Path, ema: bool, mode
 def test_they_are_those_that_consolidate_and_load_weights_give(tmp_path: Path) -> None:
     """Each by its own code."""
     trainer, _, checkpoint, model, optimizer = job(tmp_path / "modes", ema=False, modes=True)
-    optimizer.param_groups[0]["betas"] = (BETA, 0.9)  # where those of schedulefree have it
+    optimizer.param_groups[0]["betas"] = (BETA, 0.9)  # where schedulefree has it
     trainer.run(DATA, max_epochs=1)
     checkpoint.load_best()
     consolidate(tmp_path / "modes", tmp_path / "best.pt", best=True, evaluated=True)

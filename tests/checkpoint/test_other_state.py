@@ -960,7 +960,7 @@ OTHER_PARTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] =
 
 @pytest.mark.parametrize("name", OTHER_PARTS)
 def test_a_schedule_of_other_parts_is_refused(name: str, tmp_path: Path) -> None:
-    """Each part would go on from the place of another, and the rates would be of neither schedule."""
+    """Each part would continue from the place of another, and the rates would be of neither schedule."""
     before, now, says = OTHER_PARTS[name]
     scheduled(tmp_path, before).run(LOADER, max_iters=2)
     assert says in refusal(scheduled(tmp_path, now))
