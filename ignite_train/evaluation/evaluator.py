@@ -147,7 +147,10 @@ class Evaluator(Loop):
         return self.state
 
     def _run_inside(self, contexts: Sequence[Callable[[], AbstractContextManager[Any]]], loader: Iterable[Any]) -> None:
-        """Runs it in these contexts, and innermost in eval mode: a module may compute something from its weights there."""
+        """Runs it in these contexts, and innermost in eval mode: a module may compute something from its weights there.
+
+        The contexts are nested, since in an `ExitStack` Ctrl-C may come after one is entered and before its end is noted.
+        """
         if contexts:
             with contexts[0]():
                 self._run_inside(contexts[1:], loader)
