@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from ignite_train.arguments import path_of
-from ignite_train.checkpoint.manifest import MANIFEST
+from ignite_train.checkpoint.manifest import MANIFEST, is_checkpoint_name
 from ignite_train.checkpoint.read_checkpoint import MOST_LOOKS, is_removed, pass_over, readable
 from ignite_train.checkpoint.read_checkpoint import best as best_in
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.errors import CheckpointError, DamagedCheckpointError
 
-__all__ = ["DISTRIBUTED_METADATA", "chosen_checkpoint", "is_distributed_checkpoint", "latest", "verify"]
+__all__ = ["DISTRIBUTED_METADATA", "chosen_checkpoint", "holds_checkpoints", "is_distributed_checkpoint", "latest", "verify"]
 
 DISTRIBUTED_METADATA = ".metadata"
 """The file by which a directory that `torch.distributed.checkpoint` has written is known."""
@@ -53,9 +53,14 @@ def latest(directory: str | Path) -> Path | None:
     raise CheckpointError(f"{directory} has no checkpoint that stays while it is read; train with Checkpoint(keep=...) of more")
 
 
+def holds_checkpoints(path: Path) -> bool:
+    """Whether a path is a checkpoint of this library, or a directory that has some: these count, and no other files in it."""
+    return (path / MANIFEST).exists() or (path.is_dir() and any(is_checkpoint_name(one.name) for one in path.iterdir()))
+
+
 def is_distributed_checkpoint(path: Path) -> bool:
     """Whether a directory is one that `torch.distributed.checkpoint` has written."""
-    return (path / DISTRIBUTED_METADATA).is_file()
+    return (path / DISTRIBUTED_METADATA).is_file() and not holds_checkpoints(path)
 
 
 def chosen_checkpoint(path: str | Path, *, best: bool = False) -> Path:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ignite_train.arguments import describe, path_of
 from ignite_train.checkpoint.fits import check_tied, tied_names
-from ignite_train.checkpoint.manifest import MANIFEST, is_frozen_name
+from ignite_train.checkpoint.manifest import is_frozen_name
 from ignite_train.checkpoint.read_checkpoint import use_chosen
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import SavedModule
@@ -21,7 +21,7 @@ from ignite_train.errors import CheckpointError
 from ignite_train.model.averaged_tensors import plain_name
 from ignite_train.ranks.wrapping import unwrap
 from ignite_train.tools.consolidate import read_entry
-from ignite_train.tools.inspection import chosen_checkpoint, is_distributed_checkpoint
+from ignite_train.tools.inspection import chosen_checkpoint, holds_checkpoints, is_distributed_checkpoint
 
 __all__ = ["load_weights", "read_weights"]
 
@@ -40,11 +40,11 @@ def load_weights(
 
     Args:
         model: the model; wrapped, compiled or sharded ones too.
-        path: the directory of a run, of which the newest whole checkpoint counts; or one checkpoint; or a file that
-            `consolidate` or `torch.save(model.state_dict(), ...)` has written. It may hold the state under `"model"` or
-            `"state_dict"`. Files are read with `weights_only=True`. Or the folder, the file or the index that `save_pretrained`
-            of Hugging Face's libraries has written; files of safetensors need that package. Of tied weights one name is enough.
-            Or a directory of `torch.distributed.checkpoint`.
+        path: the directory of a run, of which the newest whole checkpoint counts, whatever else lies in it; or one checkpoint;
+            or a file that `consolidate` or `torch.save(model.state_dict(), ...)` has written. It may hold the state under
+            `"model"` or `"state_dict"`. Files are read with `weights_only=True`. Or the folder, the file or the index that
+            `save_pretrained` of Hugging Face's libraries has written; files of safetensors need that package. Of tied weights
+            one name is enough. Or a directory of `torch.distributed.checkpoint`.
         entry: as for `consolidate`: `"ModelEMA"` loads the average. Only for a directory.
         best: the checkpoint with the best score, of the directory of a run.
         strict: False leaves out weights that only the file or only the model has, or that differ in shape: for a model with
@@ -113,7 +113,7 @@ def _hub_file(path: Path) -> Path | None:
     Raises:
         CheckpointError: there is more than one.
     """
-    if not path.is_dir() or (path / MANIFEST).exists():
+    if not path.is_dir() or holds_checkpoints(path):
         return None
     files = [one for one in sorted(path.iterdir()) if not is_frozen_name(one.name)]  # those lie beside checkpoints
     found = next((some for pattern in _HUB_FILES if (some := [one for one in files if one.match(pattern)])), [])

@@ -78,6 +78,25 @@ def test_from_a_run(tmp_path: Path) -> None:
     assert loaded(tmp_path / "average.pt") == states["average"]
 
 
+def test_a_folder_with_checkpoints_is_a_run_whatever_else_lies_in_it(tmp_path: Path) -> None:
+    """Older exports of each format in it are not read, by none of the functions."""
+    states, old = train(tmp_path), net(seed=1).state_dict()
+    write_weights(old, tmp_path / "away", file_format="distributed")
+    for file in (tmp_path / "away").iterdir():
+        file.rename(tmp_path / file.name)
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        write_weights(old, tmp_path / name)
+        (tmp_path / f"{name}.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(old, name)}), encoding="utf-8")
+    assert loaded(tmp_path) == states["latest"]
+    assert loaded(tmp_path, best=True) == states["best"]
+    assert loaded(tmp_path, entry="ModelEMA") == states["average"]
+    assert bit_by_bit(average_checkpoints([tmp_path])) == states["latest"]
+    consolidate(tmp_path, tmp_path / "newest.pt")
+    consolidate(tmp_path, tmp_path / "best.pt", best=True)
+    assert bit_by_bit(torch.load(tmp_path / "newest.pt")) == states["latest"]
+    assert bit_by_bit(torch.load(tmp_path / "best.pt")) == states["best"]
+
+
 @pytest.mark.parametrize("exists", [False, True], ids=["new", "there already"])
 def test_a_file_that_cannot_be_written_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool) -> None:
     """A full disk: a file of that name stays as it was, and no part of the new one is left."""
