@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from ignite_train.arguments import describe
 from ignite_train.errors import CheckpointError
+from ignite_train.internals.of_torch import storage_number
+from ignite_train.model.memory_layout import local_part
 
 __all__ = [
     "DTYPES",
@@ -214,11 +216,19 @@ class TreeEncoder:
         name = path_name(path)
         if name in self.tensors:
             raise CheckpointError(f"{name} cannot be stored: two values have this name; use other keys")
-        if tensor.numel() and not isinstance(tensor, DTensor):
-            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if tensor.numel():
+            place = (_memory(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride())
             name = self._met.setdefault((*place, tensor.is_conj(), tensor.is_neg()), name)
         self.tensors[name] = tensor
         return name
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    """Where the first element is. Of a sharded tensor all ranks find the same ones equal, also a rank that has no element."""
+    if not isinstance(tensor, DTensor):
+        return tensor.device, tensor.data_ptr()
+    here = local_part(tensor)
+    return storage_number(here.untyped_storage()), here.storage_offset(), tensor.device_mesh, tensor.placements
 
 
 def tensors_in(tree: Any) -> set[str]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ignite_train.arguments import describe, path_of, positive_int
+from ignite_train.checkpoint.fits import check_tied, tied_names
 from ignite_train.checkpoint.read_checkpoint import find
 from ignite_train.errors import CheckpointError
 from ignite_train.tools.load_weights import read_weights
@@ -64,13 +65,15 @@ def average_checkpoints(
     newest = read_weights(chosen[-1], entry=entry)
     if not any(isinstance(value, Tensor) for value in newest.values()):
         raise CheckpointError(f"entry must be an object with weights, got {entry!r} in {chosen[-1]}, which has no tensors")
-    sums = {name: _wide(value) for name, value in newest.items() if _is_averaged(value)}
+    first = {other: names[0] for names in tied_names(newest) for other in names[1:]}
+    sums = {name: _wide(value) for name, value in newest.items() if _is_averaged(value) and name not in first}
     for path in chosen[:-1]:
         state = read_weights(path, entry=entry)
         _check(state, newest, path, chosen[-1])
         for name, total in sums.items():
             total += _wide(state[name])  # in place
     mean = {name: (sums[name] / len(chosen)).to(v.dtype) if name in sums else v for name, v in newest.items()}
+    mean |= {name: mean[one] for name, one in first.items()}  # tied weights stay one tensor
     if output is not None:
         write_weights(mean, output)
     return mean
@@ -119,6 +122,7 @@ def _check(state: Mapping[str, Any], newest: Mapping[str, Any], path: Path, last
             f"paths must be checkpoints of one model: {name!r} is {_shown(state, name)} in {path} and "
             f"{_shown(newest, name)} in {last}"
         )
+    check_tied(str(path), "model", newest, state)
 
 
 def _kind(value: Any) -> Any:

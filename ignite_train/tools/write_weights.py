@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ignite_train.arguments import describe, one_of, path_of
 from ignite_train.checkpoint.disk import Disk
+from ignite_train.checkpoint.fits import tied_names
 from ignite_train.checkpoint.manifest import printable
 from ignite_train.checkpoint.tensor_files import Piece, is_plain_dtype, write_tensors
 from ignite_train.errors import CheckpointError
@@ -112,9 +113,9 @@ def _tensors(state: Any, output: Path) -> dict[str, Tensor]:
 
 
 def _each_once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of tied weights, which are one tensor in a state that was read, the first name."""
-    met: set[int] = set()
-    return {name: tensor for name, tensor in state.items() if id(tensor) not in met and not met.add(id(tensor))}  # type: ignore[func-returns-value]
+    """Of tied weights, which share memory in a state that was read, the first name."""
+    others = {name for _, *others in tied_names(state) for name in others}
+    return {name: tensor for name, tensor in state.items() if name not in others}
 
 
 def _write_safetensors(state: Mapping[str, Tensor], output: Path, max_shard_bytes: int) -> None:

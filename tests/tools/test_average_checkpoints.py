@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ignite.engine import Events
+from safetensors.torch import load_file
 from torch import nn
 
 import small_checkpoints
@@ -145,6 +146,19 @@ def test_a_tensor_with_two_names_is_added_once(tmp_path: Path) -> None:
         "encoder": [2.5, 2.5],
         "decoder": [2.5, 2.5],
     }
+
+
+def test_tied_weights_of_files_are_one_tensor_in_the_mean(tmp_path: Path) -> None:
+    """Of torch's files too, where two names share memory; if an earlier file has other numbers under them, it is refused."""
+    for number, value in enumerate((1.0, 4.0)):
+        weight = torch.full((2,), value)
+        torch.save({"encoder": weight, "decoder": weight.detach()}, tmp_path / f"{number}.pt")
+    mean = average_checkpoints([tmp_path / "0.pt", tmp_path / "1.pt"], tmp_path / "mean.safetensors")
+    assert {name: value.tolist() for name, value in mean.items()} == {"encoder": [2.5, 2.5], "decoder": [2.5, 2.5]}
+    assert load_file(tmp_path / "mean.safetensors").keys() == {"encoder"}
+    torch.save({"encoder": torch.ones(2), "decoder": torch.zeros(2)}, tmp_path / "0.pt")
+    with pytest.raises(CheckpointError, match=r"0\.pt is of another model: 'encoder' and 'decoder' are one tensor"):
+        average_checkpoints([tmp_path / "0.pt", tmp_path / "1.pt"])
 
 
 def test_an_entry_that_only_one_of_them_has(tmp_path: Path) -> None:

@@ -16,15 +16,18 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from bits import bit_by_bit
 from ignite_train import CheckpointError, create_trainer
-from ignite_train.checkpoint import consolidate, load_weights
+from ignite_train.checkpoint import average_checkpoints, consolidate, load_weights
 from ignite_train.checkpoint.__main__ import checkpoint_command
 from ignite_train.handlers import Checkpoint, ModelEMA
 from ignite_train.plot import main as plot_command
 from ignite_train.plot import plot_runs, read_curves
 from ignite_train.tools.write_weights import Format, write_weights
+from ranks import run_ranks
 
 LOADER = [torch.tensor([0, 1, 2]), torch.tensor([3, 4, 0])]
 
@@ -32,17 +35,17 @@ LOADER = [torch.tensor([0, 1, 2]), torch.tensor([3, 4, 0])]
 class Tied(nn.Module):
     """An embedding that is the output layer too, in two dtypes, and not contiguous in memory."""
 
-    def __init__(self, *, frozen: bool = False) -> None:
+    def __init__(self, *, frozen: bool = False, rows: int = 5) -> None:
         super().__init__()
-        self.embedding, self.layer = nn.Embedding(5, 4), nn.Linear(4, 4)
+        self.embedding, self.layer = nn.Embedding(rows, 4), nn.Linear(4, 4)
         self.layer.weight = nn.Parameter(torch.randn(4, 4).t())
-        self.head = nn.Linear(4, 5, bias=False)
+        self.head = nn.Linear(4, rows, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.layer.requires_grad_(not frozen)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.layer(self.embedding(tokens)))
+        return self.head(self.layer(self.embedding(tokens % self.embedding.num_embeddings)))
 
 
 def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -210,6 +213,48 @@ def test_the_weights_of_an_evaluation(tmp_path: Path) -> None:
         consolidate(tmp_path / "other", tmp_path / "y.pt", evaluated=True)
     with pytest.raises(CheckpointError, match="got entry='ModelEMA'"):
         consolidate(tmp_path / "run", tmp_path / "y.pt", evaluated=True, entry="ModelEMA")
+
+
+def _sharded(directory: str, rows: int) -> Any:
+    """Trains a sharded model, and resumes its run. Gives the weights after each of the two, and where they are evaluated."""
+    found = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = Tied(rows=rows)
+        model.layer = nn.Linear(4, 4)  # fully_shard takes weights that are contiguous
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = ScheduleFree(model.parameters())
+        optimizer.param_groups[0]["lr"] = 0.01
+        trainer = create_trainer(model, optimizer, mean_loss)
+        checkpoint = Checkpoint(directory, asynchronous=False)
+        checkpoint.attach(trainer)
+        if seed:
+            checkpoint.restore("must")
+        else:
+            trainer.run(LOADER, max_epochs=2)
+        found.append({name: value.full_tensor() for name, value in model.named_parameters()})
+    names = [name for name, _ in model.named_parameters()]
+    points = [point.full_tensor() for point in optimizer.points()]
+    return [bit_by_bit(one) for one in found], dict(zip(names, points, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [5, 1])  # of the one row the second rank has nothing
+def test_tied_weights_of_a_sharded_model_are_one_tensor_in_its_checkpoint(rows: int, tmp_path: Path) -> None:
+    """Both names have the point of an evaluation; a file of safetensors, and an average in one, has them once."""
+    (trained, restored), points = run_ranks(_sharded, str(tmp_path / "run"), rows)[0]
+    assert trained == restored
+    consolidate(tmp_path / "run", tmp_path / "x.pt", evaluated=True)
+    found = torch.load(tmp_path / "x.pt")
+    for name, point in {**points, "head.weight": points["embedding.weight"]}.items():
+        torch.testing.assert_close(found[name].double(), point, rtol=1e-6, atol=1e-7)
+    consolidate(tmp_path / "run", tmp_path / "model.safetensors")
+    average_checkpoints([tmp_path / "run"], tmp_path / "mean.safetensors")
+    for file in ("model.safetensors", "mean.safetensors"):
+        assert load_file(tmp_path / file).keys() == {"embedding.weight", "layer.weight", "layer.bias", "steps"}
+        other = Tied(rows=rows)
+        assert load_weights(other, tmp_path / file) == []
+        assert bit_by_bit(dict(other.named_parameters())) == trained
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
