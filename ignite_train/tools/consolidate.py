@@ -33,7 +33,8 @@ def consolidate(
 ) -> Format:
     """Writes the model of a checkpoint, assembled from its shards, as one plain state_dict.
 
-    A file appears whole or not at all, and replaces a file of that name.
+    A file appears whole or not at all, and replaces a file of that name. Nothing else is replaced or removed: a write in shards, or
+    beside shards of that name, is refused, where an earlier export would be mixed up with it.
 
     Args:
         path: the checkpoint, or a directory of them, of which the newest whole one counts; or a directory that
@@ -56,8 +57,8 @@ def consolidate(
 
     Raises:
         DamagedCheckpointError: something that was needed is not what was written.
-        CheckpointError: the checkpoint has no such object, or the format cannot hold it, or `output` is a directory, or the
-            disk cannot hold it.
+        CheckpointError: the checkpoint has no such object, or the format cannot hold it, or `output` is something else than a
+            file, or shards of its name lie beside it, or the disk cannot hold it.
     """
     path = path_of("path", path)
     positive_int("max_shard_bytes", max_shard_bytes)

@@ -29,7 +29,7 @@ _SUFFIX = ".safetensors"
 def write_weights(
     state: Any, output: str | Path, *, file_format: Format | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> Format:
-    """Writes a state_dict. A file appears whole or not at all; of several files the index that names them comes last.
+    """Writes a state_dict. A file appears whole or not at all, and replaces a single file of that name, and no other files.
 
     Args:
         state: the state_dict.
@@ -41,7 +41,8 @@ def write_weights(
         The format.
 
     Raises:
-        CheckpointError: `output` is a directory, or the format cannot hold what is in the state, or the disk cannot.
+        CheckpointError: `output` is something else than a file, or shards of its name lie beside it; or the format cannot hold
+            what is in the state, or the disk cannot.
     """
     output = path_of("output", output)
     if file_format is None:
@@ -64,8 +65,10 @@ def _write(state: Any, output: Path, file_format: Format, max_shard_bytes: int) 
 
         write_distributed_checkpoint(_tensors(state, output), output)
         return
-    if not output.name or output.is_dir():
-        raise CheckpointError(f"output must be the path of a file, got {str(output)!r}")
+    if not output.name or output.is_symlink() or (output.exists() and not output.is_file()):
+        raise CheckpointError(
+            f"output must be the path of a file, got {str(output)!r}; no directory, link or device is replaced, choose another"
+        )
     if file_format == "torch" and output.suffix == _SUFFIX:
         raise CheckpointError(
             f"output must not end in {_SUFFIX} with file_format='torch', got {str(output)!r}, by which it would be read as the "
@@ -119,7 +122,7 @@ def _each_once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _write_safetensors(state: Mapping[str, Tensor], output: Path, max_shard_bytes: int) -> None:
-    """Writes a file, or several with an index, named as Hugging Face's libraries expect; removes shards of earlier calls."""
+    """Writes a file, or several with an index, named as Hugging Face's libraries expect."""
     wrong = next((name for name, tensor in state.items() if not is_plain_dtype(tensor.dtype)), None)
     if wrong is not None:
         raise CheckpointError(
@@ -127,24 +130,39 @@ def _write_safetensors(state: Mapping[str, Tensor], output: Path, max_shard_byte
             "file_format='torch' with an output such as model.pt"
         )
     shards = [*_shards(state, max_shard_bytes)]
-    names = [output.name]
-    if len(shards) > 1:
-        names = [f"{output.stem}-{number:05d}-of-{len(shards):05d}{_SUFFIX}" for number in range(1, len(shards) + 1)]
-    for name, shard in zip(names, shards, strict=True):
-        _put(output.with_name(name), lambda path, shard=shard: _write_file(path, shard))  # type: ignore[misc]
-    index = output.with_name(f"{output.name}.index.json")
-    if len(shards) > 1:
-        where = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-        total = sum(tensor.nbytes for tensor in state.values())
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2).encode()
-        _put(index, lambda path: Disk().write_file(path, [memoryview(text)], len(text)))
-        output.unlink(missing_ok=True)
-    else:
-        index.unlink(missing_ok=True)
-    shard_name = re.compile(re.escape(output.stem) + r"-\d{5}-of-\d{5}" + re.escape(_SUFFIX))
-    for other in output.absolute().parent.iterdir():
-        if shard_name.fullmatch(other.name) and other.name not in names:
-            other.unlink()
+    _refuse_earlier(output, in_shards=len(shards) > 1)
+    if len(shards) == 1:
+        _put(output, lambda path: _write_file(path, state))
+        return
+    names = [f"{output.stem}-{number:05d}-of-{len(shards):05d}{_SUFFIX}" for number in range(1, len(shards) + 1)]
+    where = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    total = sum(tensor.nbytes for tensor in state.values())
+    index = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2).encode()
+    try:
+        for name, shard in zip(names, shards, strict=True):
+            _put(output.with_name(name), lambda path, shard=shard: _write_file(path, shard))  # type: ignore[misc]
+        _put(_index_of(output), lambda path: Disk().write_file(path, [memoryview(index)], len(index)))
+    except BaseException:
+        for name in names:  # none of them was there before
+            output.with_name(name).unlink(missing_ok=True)
+        raise
+
+
+def _index_of(output: Path) -> Path:
+    return output.with_name(f"{output.name}.index.json")
+
+
+def _refuse_earlier(output: Path, *, in_shards: bool) -> None:
+    """Raises CheckpointError if an earlier export, whole or broken off, would be mixed up with this one."""
+    shard = re.compile(re.escape(output.stem) + r"-\d{5}-of-\d{5}" + re.escape(_SUFFIX))
+    others = {_index_of(output).name} | ({output.name} if in_shards else set())
+    names = sorted(one.name for one in output.absolute().parent.iterdir())
+    found = next((name for name in names if name in others or shard.fullmatch(name)), None)
+    if found is not None:
+        raise CheckpointError(
+            f"output must be in a folder without an earlier export of its name, got {str(output)!r} beside {found!r}; "
+            "remove that export, or choose another folder"
+        )
 
 
 def _shards(state: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, Tensor]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 import resource
 import sys
@@ -87,25 +89,98 @@ def test_a_file_of_safetensors_without_the_package(tmp_path: Path, monkeypatch: 
         load_weights(Tied(), tmp_path / "model.safetensors")
 
 
-def test_safetensors_in_shards(tmp_path: Path) -> None:
-    """Each file holds what fits, a larger tensor is alone, and the index names the file of each. Older files do not stay."""
+@pytest.mark.parametrize(("max_shard_bytes", "numbers"), [(40, 4), (100, 2), (10_000, 1)])
+def test_safetensors_in_shards(max_shard_bytes: int, numbers: int, tmp_path: Path) -> None:
+    """Each file holds what fits, a larger tensor is alone, and the index names the file of each."""
     model, _ = run(tmp_path / "run")
     folder = tmp_path / "out"
     folder.mkdir()
-    for max_shard_bytes, numbers in ((40, 4), (100, 2), (10_000, 1)):
-        consolidate(tmp_path / "run", folder / "model.safetensors", max_shard_bytes=max_shard_bytes)
-        if numbers > 1:
-            names = [f"model-{number:05}-of-{numbers:05}.safetensors" for number in range(1, numbers + 1)]
-            index = json.loads((folder / "model.safetensors.index.json").read_text())
-            assert index["metadata"] == {"total_size": 4 * (20 + 16 + 4) + 8}
-            assert {*index["weight_map"].values()} == {*names}
-            assert all(name in load_file(folder / file) for name, file in index["weight_map"].items())
-            assert {path.name for path in folder.iterdir()} == {*names, "model.safetensors.index.json"}
-        else:
-            assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
-        other = Tied()
-        assert load_weights(other, folder) == []
-        assert bit_by_bit(other.state_dict()) == bit_by_bit(model.state_dict())
+    consolidate(tmp_path / "run", folder / "model.safetensors", max_shard_bytes=max_shard_bytes)
+    if numbers > 1:
+        names = [f"model-{number:05}-of-{numbers:05}.safetensors" for number in range(1, numbers + 1)]
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert index["metadata"] == {"total_size": 4 * (20 + 16 + 4) + 8}
+        assert {*index["weight_map"].values()} == {*names}
+        assert all(name in load_file(folder / file) for name, file in index["weight_map"].items())
+        assert {path.name for path in folder.iterdir()} == {*names, "model.safetensors.index.json"}
+    else:
+        assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+    other = Tied()
+    assert load_weights(other, folder) == []
+    assert bit_by_bit(other.state_dict()) == bit_by_bit(model.state_dict())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+TWO = {"a": torch.ones(2), "b": torch.zeros(2)}
+
+
+@pytest.mark.parametrize(
+    ("there", "max_shard_bytes"),
+    [
+        ("model-00001-of-00002.safetensors", 8),
+        ("model-00001-of-00002.safetensors", 100),
+        ("model-00003-of-00003.safetensors", 8),
+        ("model.safetensors.index.json", 8),
+        ("model.safetensors.index.json", 100),
+        ("model.safetensors", 8),
+    ],
+)
+def test_an_export_beside_another_of_its_name_is_refused(there: str, max_shard_bytes: int, tmp_path: Path) -> None:
+    """Else one that is broken off would leave a mixture of two, and a reader may take either; nobody's files are removed."""
+    for name in (there, "other-00001-of-00002.safetensors", "other.safetensors"):
+        (tmp_path / name).write_bytes(b"earlier")
+    before = contents(tmp_path)
+    with pytest.raises(CheckpointError, match=f"without an earlier export of its name, got '.*' beside '{there}'; "):
+        write_weights(TWO, tmp_path / "model.safetensors", max_shard_bytes=max_shard_bytes)
+    assert contents(tmp_path) == before
+    (tmp_path / there).unlink()
+    write_weights(TWO, tmp_path / "model.safetensors", max_shard_bytes=max_shard_bytes)
+
+
+@pytest.mark.parametrize("whole", range(3))
+def test_an_export_in_shards_that_breaks_off_leaves_nothing(
+    whole: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full at the first shard, at the second, or at the index: the same call may follow."""
+    synced: list[int] = []
+
+    def full(descriptor: int) -> None:
+        if len(synced) == whole:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        synced.append(descriptor)
+
+    (tmp_path / "config.json").write_bytes(b"of the user")
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="No space left on device"):
+        patch.setattr("os.fsync", full)
+        write_weights(TWO, tmp_path / "model.safetensors", max_shard_bytes=8)
+    assert contents(tmp_path) == {"config.json": b"of the user"}
+    write_weights(TWO, tmp_path / "model.safetensors", max_shard_bytes=8)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        os.mkfifo,
+        lambda path: path.symlink_to(path.with_name("there")),
+        lambda path: path.symlink_to(path.with_name("nothing")),
+        lambda path: path.mkdir(),
+    ],
+    ids=["pipe", "link", "broken link", "directory"],
+)
+def test_an_output_that_is_no_regular_file_is_refused(name: str, make: Callable[[Path], Any], tmp_path: Path) -> None:
+    """It is not replaced, nor written to."""
+    (tmp_path / "there").write_bytes(b"earlier")
+    make(tmp_path / name)
+    before = (tmp_path / name).lstat()
+    with pytest.raises(CheckpointError, match=f"output must be the path of a file, got '.*{name}'; "):
+        write_weights(TWO, tmp_path / name)
+    assert (tmp_path / name).lstat() == before
+    assert (tmp_path / "there").read_bytes() == b"earlier"
+    assert {path.name for path in tmp_path.iterdir()} == {"there", name}
 
 
 @pytest.mark.parametrize(
