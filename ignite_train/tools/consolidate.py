@@ -33,8 +33,8 @@ def consolidate(
 ) -> Format:
     """Writes the model of a checkpoint, assembled from its shards, as one plain state_dict.
 
-    A file appears whole or not at all, and replaces a file of that name. Nothing else is replaced or removed: a write in shards, or
-    beside shards of that name, is refused, where an earlier export would be mixed up with it.
+    A file appears whole or not at all, and replaces a file of that name. Nothing else is replaced or removed: shards beside an
+    earlier export of that name are refused, and so is a file beside shards of that name.
 
     Args:
         path: the checkpoint, or a directory of them, of which the newest whole one counts; or a directory that

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,12 @@ from ignite_train.tools.inspection import chosen_checkpoint, holds_checkpoints, 
 
 __all__ = ["load_weights", "read_weights"]
 
-# Indexes of models that are in several files, and of those in one, as transformers and diffusers write them into a folder.
-_HUB_FILES = ("*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin")
+# A model in one file and the index of one in several, in the order in which transformers, and then diffusers, looks for them.
+_HUB_FILES = (
+    *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
+    *("*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin"),
+)
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 _WRAPPER = "module."  # what DistributedDataParallel adds to each name
 
 
@@ -111,12 +116,14 @@ def _hub_file(path: Path) -> Path | None:
     """The file that tells where the weights in a folder of Hugging Face's are; None for all others.
 
     Raises:
-        CheckpointError: there is more than one.
+        CheckpointError: there is more than one, or shards without an index.
     """
     if not path.is_dir() or holds_checkpoints(path):
         return None
     files = [one for one in sorted(path.iterdir()) if not is_frozen_name(one.name)]  # those lie beside checkpoints
     found = next((some for pattern in _HUB_FILES if (some := [one for one in files if one.match(pattern)])), [])
+    if found and _SHARD.search(found[0].name):
+        raise CheckpointError(f"{path} has {found[0].name!r} and no index that names it; fetch or write all of the files again")
     if len(found) > 1:
         raise CheckpointError(f"{path} has weights in {[one.name for one in found]}; pass the file that is to be loaded")
     return found[0] if found else None

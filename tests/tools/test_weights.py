@@ -461,6 +461,41 @@ def test_a_folder_of_the_hub_whose_tied_tensors_are_there_once(kept: str, in_sha
 
 
 @pytest.mark.parametrize(
+    "names",
+    [
+        ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
+        ("model.safetensors", "consolidated.safetensors", "model.fp16.safetensors", "training_args.bin"),
+        ("model.safetensors.index.json", "pytorch_model.bin", "consolidated.safetensors"),
+        ("pytorch_model.bin", "pytorch_model.bin.index.json", "optimizer.bin"),
+        ("diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model.safetensors"),
+    ],
+)
+def test_of_several_files_in_a_folder_the_one_that_its_library_takes(names: tuple[str, ...], tmp_path: Path) -> None:
+    """Transformers prefers a whole file to an index, and diffusers an index."""
+    for number, name in enumerate(names):
+        state = {"weight": torch.full((1, 2), float(number)), "bias": torch.zeros(1)}
+        if name.endswith(".index.json"):
+            shard = name.replace(".index.json", "").replace(".", "-00001-of-00001.")
+            write_weights(state, tmp_path / shard)
+            index = {"weight_map": dict.fromkeys(state, shard)}
+            (tmp_path / name).write_text(json.dumps(index), encoding="utf-8")
+        else:
+            write_weights(state, tmp_path / "away.safetensors" if name.endswith("safetensors") else tmp_path / "away.pt")
+            next(tmp_path.glob("away.*")).rename(tmp_path / name)
+    model = nn.Linear(2, 1)
+    assert load_weights(model, tmp_path) == []
+    assert model.weight.tolist() == [[0.0, 0.0]]
+
+
+def test_shards_without_their_index_are_named(tmp_path: Path) -> None:
+    """As an export that was killed leaves them."""
+    for number in (1, 2):
+        torch.save({"weight": torch.ones(1, 2)}, tmp_path / f"pytorch_model-0000{number}-of-00003.bin")
+    with pytest.raises(CheckpointError, match=r"has 'pytorch_model-00001-of-00003\.bin' and no index that names it; "):
+        load_weights(nn.Linear(2, 1), tmp_path)
+
+
+@pytest.mark.parametrize(
     ("spoil", "match"),
     [
         (lambda folder: next(folder.glob("*-00001-*")).unlink(), "has no file 'pytorch_model-00001-of-00004.bin'"),

@@ -153,9 +153,10 @@ def test_an_export_in_shards_that_breaks_off_leaves_nothing(
         synced.append(descriptor)
 
     (tmp_path / "config.json").write_bytes(b"of the user")
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="No space left on device"):
-        patch.setattr("os.fsync", full)
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
         write_weights(TWO, tmp_path / "model.safetensors", max_shard_bytes=8)
+    monkeypatch.undo()
     assert contents(tmp_path) == {"config.json": b"of the user"}
     write_weights(TWO, tmp_path / "model.safetensors", max_shard_bytes=8)
 
