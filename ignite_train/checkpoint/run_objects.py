@@ -85,10 +85,11 @@ class SavedModule:
         """The module's."""
         return {plain_name(name): value for name, value in self.module.state_dict().items()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
         """Hands it to the module, which copies parameters and buffers to where its own are.
 
         Other tensors, such as the states of a metric of torchmetrics, are not copied but replaced, so they are moved before.
+        With strict=False a part of the state will do, and the module is handed no more.
         """
         module = self.module
         tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
@@ -96,11 +97,13 @@ class SavedModule:
         state = {}
         for name, there in module.state_dict().items():
             plain = plain_name(name)
+            if not strict and plain not in state_dict:
+                continue
             saved = state_dict[plain]
             is_moved = plain not in copied and isinstance(there, Tensor) and isinstance(saved, Tensor)
             state[name] = saved.to(there.device, copy=True) if is_moved else saved  # the state may be put back once more
         with _writable_buffers(module):
-            module.load_state_dict(state)
+            module.load_state_dict(state, strict=strict)
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers in the state."""

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parameter import is_lazy
 
 from ignite_train.arguments import describe, path_of
 from ignite_train.checkpoint.fits import check_tied, tied_names
-from ignite_train.checkpoint.manifest import is_frozen_name
+from ignite_train.checkpoint.manifest import is_frozen_name, one_line
 from ignite_train.checkpoint.read_checkpoint import use_chosen
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import SavedModule
@@ -52,15 +53,16 @@ def load_weights(
             one name is enough. Or a directory of `torch.distributed.checkpoint`.
         entry: as for `consolidate`: `"ModelEMA"` loads the average. Only for a directory.
         best: the checkpoint with the best score, of the directory of a run.
-        strict: False leaves out weights that only the file or only the model has, or that differ in shape: for a model with
-            another last layer.
+        strict: False leaves out weights that only the file or only the model has, or that differ in shape or in kind (floating
+            point, complex, integer, bool): for a model with another last layer. Floating-point numbers take the model's dtype.
 
     Returns:
         The names of the model's parameters and buffers that were not loaded; empty if `strict`.
 
     Raises:
         TypeError: `model` is not a module.
-        CheckpointError: the checkpoint or file is missing, or it is of another model; the model is unchanged.
+        CheckpointError: the checkpoint or file is missing, or it is of another model, or the model is on the meta device or
+            lazy; the model is unchanged. Or its own `load_state_dict` refuses the state, which it may have loaded in part.
         DamagedCheckpointError: something that was needed is not what was written.
 
     Example:
@@ -76,8 +78,9 @@ def load_weights(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {describe(model)}")
     module, path = SavedModule(unwrap(model)), path_of("path", path)
-    found = read_weights(path, entry=entry, best=best)
     wanted = module.state_dict()
+    _refuse_without_memory(wanted)
+    found = read_weights(path, entry=entry, best=best)
     plain = _plain_names(wanted)
     for names in tied_names(wanted):  # a file may have each tensor once
         there = next((plain[name] for name in names if plain[name] in found), None)
@@ -86,14 +89,33 @@ def load_weights(
     unknown = [name for name in found if name not in plain.values()]
     if (strict and (left or unknown)) or len(left) == len(wanted):
         name = (left or unknown)[0]
-        wrong = "it has another shape there" if name in left and plain[name] in found else "only one of them has it"
+        wrong = (
+            "it has another shape or kind of numbers there"
+            if name in left and plain[name] in found
+            else "only one of them has it"
+        )
         raise CheckpointError(
             f"{path} is of another model: {name!r} does not fit ({wrong}), and {len(left) + len(unknown) - 1} more; "
             "strict=False loads what fits"
         )
-    check_tied(str(path), "model", wanted, {name: found[plain[name]] for name in wanted if name not in left})
-    module.load_state_dict({name: v if name in left else _as_part_of(v, found[plain[name]]) for name, v in wanted.items()})
+    fitting = {name: found[plain[name]] for name in wanted if name not in left}
+    check_tied(str(path), "model", wanted, fitting)
+    try:
+        module.load_state_dict({name: _as_part_of(wanted[name], v) for name, v in fitting.items()}, strict=not left)
+    except Exception as error:  # a module may raise anything
+        raise CheckpointError(f"the model refuses what {path} holds: {type(error).__name__}: {one_line(error)}") from error
     return left
+
+
+def _refuse_without_memory(wanted: Mapping[str, Any]) -> None:
+    """Raises CheckpointError if a parameter or buffer is on the meta device, or has no shape yet."""
+    tensors = ((name, value) for name, value in wanted.items() if isinstance(value, Tensor))
+    name = next((name for name, value in tensors if is_lazy(value) or value.is_meta), None)
+    if name is not None:
+        raise CheckpointError(
+            f"{name!r} of the model has no memory yet, so that nothing can be loaded into it; call a lazy module with a batch "
+            "first, and give a model on the meta device memory with to_empty(device=...)"
+        )
 
 
 def read_weights(path: str | Path, *, entry: str = "model", best: bool = False) -> dict[str, Any]:
@@ -201,8 +223,13 @@ def _plain_names(state: Iterable[str]) -> dict[str, str]:
 
 def _fits(wanted: Any, found: Any) -> bool:
     if isinstance(wanted, Tensor) or isinstance(found, Tensor):
-        return isinstance(wanted, Tensor) and isinstance(found, Tensor) and wanted.shape == found.shape
+        return isinstance(wanted, Tensor) and isinstance(found, Tensor) and _form(wanted) == _form(found)
     return True
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    """The shape and the kind of numbers; torch itself would cut off fractions and imaginary parts."""
+    return tensor.shape, tensor.is_floating_point(), tensor.is_complex(), tensor.dtype is torch.bool
 
 
 def _as_part_of(wanted: Any, found: Any) -> Any:

@@ -150,13 +150,77 @@ def test_another_last_layer(tmp_path: Path) -> None:
     torch.save({**net().state_dict(), "unknown": torch.ones(1)}, tmp_path / "model.pt")
     model = net(outputs=5, seed=9)
     before = bit_by_bit(dict(model.state_dict()))
-    with pytest.raises(CheckpointError, match=r"'2\.weight' does not fit \(it has another shape there\), and 2 more"):
+    with pytest.raises(
+        CheckpointError, match=r"'2\.weight' does not fit \(it has another shape or kind of numbers there\), and 2 more"
+    ):
         load_weights(model, tmp_path / "model.pt")
     assert bit_by_bit(dict(model.state_dict())) == before
     assert load_weights(model, tmp_path / "model.pt", strict=False) == ["2.weight", "2.bias"]
     after = bit_by_bit(dict(model.state_dict()))
     expected = bit_by_bit(dict(net().state_dict()))
     assert after == {name: before[name] if name.startswith("2.") else expected[name] for name in after}
+
+
+class Packed(nn.Linear):
+    """Gives in its state a name that it does not take, as a layer of 4 bits of bitsandbytes does on the CPU."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        destination[f"{prefix}packed"] = torch.ones(1)
+
+
+def test_a_layer_that_refuses_its_own_state(tmp_path: Path) -> None:
+    """With strict=False the others are loaded, and it is not asked; whole it is refused in one line."""
+    model = nn.Sequential(Packed(2, 2), nn.Linear(2, 1))
+    state = model.state_dict()
+    torch.save({name: value for name, value in state.items() if name.startswith("1.")}, tmp_path / "part.pt")
+    torch.save(state, tmp_path / "whole.pt")
+    other = nn.Sequential(Packed(2, 2), nn.Linear(2, 1))
+    before = bit_by_bit(dict(other[0].state_dict()))
+    assert load_weights(other, tmp_path / "part.pt", strict=False) == ["0.weight", "0.bias", "0.packed"]
+    assert bit_by_bit(dict(other[1].state_dict())) == bit_by_bit(dict(model[1].state_dict()))
+    assert bit_by_bit(dict(other[0].state_dict())) == before
+    with pytest.raises(
+        CheckpointError, match=r'the model refuses what \S+whole\.pt holds: .*Unexpected key.*"0\.packed"'
+    ) as raised:
+        load_weights(other, tmp_path / "whole.pt")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("model", [nn.LazyLinear(1), nn.Linear(2, 1, device="meta")], ids=["lazy", "meta"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_model_without_memory_is_refused(model: nn.Module, strict: bool, tmp_path: Path) -> None:
+    """Nothing can be loaded into it."""
+    torch.save(nn.Linear(2, 1).state_dict(), tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match="'weight' of the model has no memory yet") as raised:
+        load_weights(model, tmp_path / "model.pt", strict=strict)
+    assert "\n" not in str(raised.value)
+
+
+KINDS = {
+    kind: torch.zeros(2, dtype=kind)
+    for kind in (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.int32, torch.bool)
+}
+
+
+@pytest.mark.parametrize("saved", KINDS, ids=str)
+@pytest.mark.parametrize("here", KINDS, ids=str)
+def test_a_kind_of_number_is_loaded_as_that_kind_only(here: torch.dtype, saved: torch.dtype, tmp_path: Path) -> None:
+    """Floating-point numbers of other precision fit; to integers, to truth values or from complex ones nothing is cut off."""
+    alike = [{torch.float32, torch.bfloat16, torch.float64}, {torch.complex64}, {torch.int64, torch.int32}, {torch.bool}]
+    model = nn.Module()
+    model.register_buffer("one", KINDS[here].clone())
+    model.register_buffer("two", torch.zeros(1))
+    torch.save({"one": KINDS[saved] + 1 if saved is not torch.bool else ~KINDS[saved], "two": torch.ones(1)}, tmp_path / "m.pt")
+    if any({here, saved} <= kinds for kinds in alike):
+        assert load_weights(model, tmp_path / "m.pt") == []
+        assert model.get_buffer("one").tolist() == [1, 1]
+        return
+    with pytest.raises(CheckpointError, match=r"'one' does not fit \(it has another shape or kind of numbers there\)"):
+        load_weights(model, tmp_path / "m.pt")
+    assert load_weights(model, tmp_path / "m.pt", strict=False) == ["one"]
+    assert model.get_buffer("one").tolist() == [0, 0]
+    assert model.get_buffer("two").tolist() == [1]
 
 
 def _on_this_rank(path: str) -> Any:
@@ -218,7 +282,7 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[Path], Any]]] = {
     "unknown": (CheckpointError, r"'more' does not fit \(only one of them has it\), and 0", refused(without("", more=1))),
     "no-tensor": (
         CheckpointError,
-        r"'0.bias' does not fit \(it has another shape there\)",
+        r"'0.bias' does not fit \(it has another shape or kind of numbers there\)",
         refused(without("0.bias", **{"0.bias": 1})),
     ),
     "nothing-fits": (CheckpointError, "is of another model", refused(of_another, strict=False)),
