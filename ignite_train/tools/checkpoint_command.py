@@ -30,7 +30,7 @@ from ignite_train.checkpoint.read_checkpoint import Found, best_of, find, is_rem
 from ignite_train.errors import CheckpointError, DamagedCheckpointError
 from ignite_train.tools.consolidate import consolidate
 from ignite_train.tools.inspection import chosen_checkpoint, is_distributed_checkpoint, verify
-from ignite_train.tools.write_weights import MAX_SHARD_BYTES, Format
+from ignite_train.tools.write_weights import MAX_SHARD_BYTES, Format, index_of
 
 __all__ = ["checkpoint_command"]
 
@@ -128,6 +128,7 @@ def _consolidate(options: argparse.Namespace) -> int:
         return directory if is_distributed_checkpoint(directory) else chosen_checkpoint(directory, best=options.best)
 
     path, written = use_chosen(choose, lambda path: (path, consolidate(path, output, **given)))
+    output = output if output.exists() else index_of(output)  # of shards
     readers = {
         "safetensors": f"load_weights(model, {str(output)!r})",
         "distributed": f"torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id={str(output)!r})",

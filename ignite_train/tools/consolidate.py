@@ -46,10 +46,10 @@ def consolidate(
         trained_only: leave out the parameters of the model that were frozen when it was saved: of a model with LoRA only the
             adapters are left. `load_weights(..., strict=False)` puts them into a model that has the others.
         evaluated: of a run with a schedule-free optimizer, the weights at which it is evaluated, as its `eval()` computes them.
-        file_format: `"torch"`: `torch.load` reads it. `"safetensors"`: each of tied weights once, and where they are more than
-            `max_shard_bytes` several files with an index, named as Hugging Face's libraries expect. `"distributed"`: a
-            directory of `torch.distributed.checkpoint`, with the tensors at its top. None: safetensors if the output ends in
-            `.safetensors`, else torch.
+        file_format: `"torch"`: `torch.load` reads it. `"safetensors"`, for an output that ends in `.safetensors`: each of tied
+            weights once, and where they are more than `max_shard_bytes` several files with an index, named as Hugging Face's
+            libraries expect. `"distributed"`: a directory of `torch.distributed.checkpoint`, with the tensors at its top.
+            None: safetensors if the output ends in `.safetensors`, else torch.
         max_shard_bytes: of one file of safetensors, if it holds more than one tensor.
 
     Returns:

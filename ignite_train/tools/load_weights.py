@@ -206,7 +206,8 @@ def _loaded(path: Path) -> Any:
         raise CheckpointError(f"{path} needs the package safetensors; install it: pip install safetensors") from error
     except Exception as error:  # torch raises any of ten kinds for a file that is cut short or is of another format
         reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path} must be a state_dict that torch.save has written, but: {reason:.120}") from error
+        what = "file of safetensors" if path.suffix == ".safetensors" else "state_dict that torch.save has written"
+        raise CheckpointError(f"{path} must be a {what}, but: {reason:.120}") from error
 
 
 def _has_names(state: Any) -> bool:

@@ -19,7 +19,7 @@ from ignite_train.checkpoint.manifest import printable
 from ignite_train.checkpoint.tensor_files import Piece, is_plain_dtype, write_tensors
 from ignite_train.errors import CheckpointError
 
-__all__ = ["MAX_SHARD_BYTES", "Format", "write_weights"]
+__all__ = ["MAX_SHARD_BYTES", "Format", "index_of", "write_weights"]
 
 Format = Literal["torch", "safetensors", "distributed"]
 MAX_SHARD_BYTES = 5_000_000_000
@@ -69,10 +69,11 @@ def _write(state: Any, output: Path, file_format: Format, max_shard_bytes: int) 
         raise CheckpointError(
             f"output must be the path of a file, got {str(output)!r}; no directory, link or device is replaced, choose another"
         )
-    if file_format == "torch" and output.suffix == _SUFFIX:
+    if (file_format == "safetensors") != (output.suffix == _SUFFIX):
+        must, name = ("must not", "model.pt") if file_format == "torch" else ("must", "model.safetensors")
         raise CheckpointError(
-            f"output must not end in {_SUFFIX} with file_format='torch', got {str(output)!r}, by which it would be read as the "
-            "other format; leave file_format out, or choose a name such as model.pt"
+            f"output {must} end in {_SUFFIX} with file_format={file_format!r}, got {str(output)!r}, by which it would be read "
+            f"as the other format; leave file_format out, or choose a name such as {name}"
         )
     if file_format == "torch":
         _put(output, lambda path: _save(state, path))
@@ -141,21 +142,22 @@ def _write_safetensors(state: Mapping[str, Tensor], output: Path, max_shard_byte
     try:
         for name, shard in zip(names, shards, strict=True):
             _put(output.with_name(name), lambda path, shard=shard: _write_file(path, shard))  # type: ignore[misc]
-        _put(_index_of(output), lambda path: Disk().write_file(path, [memoryview(index)], len(index)))
+        _put(index_of(output), lambda path: Disk().write_file(path, [memoryview(index)], len(index)))
     except BaseException:
         for name in names:  # none of them was there before
             output.with_name(name).unlink(missing_ok=True)
         raise
 
 
-def _index_of(output: Path) -> Path:
+def index_of(output: Path) -> Path:
+    """The index of shards, which has the name of the file that they stand for."""
     return output.with_name(f"{output.name}.index.json")
 
 
 def _refuse_earlier(output: Path, *, in_shards: bool) -> None:
     """Raises CheckpointError if an earlier export, whole or broken off, would be mixed up with this one."""
     shard = re.compile(re.escape(output.stem) + r"-\d{5}-of-\d{5}" + re.escape(_SUFFIX))
-    others = {_index_of(output).name} | ({output.name} if in_shards else set())
+    others = {index_of(output).name} | ({output.name} if in_shards else set())
     names = sorted(one.name for one in output.absolute().parent.iterdir())
     found = next((name for name in names if name in others or shard.fullmatch(name)), None)
     if found is not None:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+import re
 import resource
 import sys
 from collections.abc import Callable
@@ -214,11 +215,12 @@ def test_a_write_that_fails_leaves_the_older_file(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("file_format", get_args(Format))
 def test_a_disk_that_is_full(file_format: Any, number: int, tmp_path: Path) -> None:
     """The error names the output and the cause, whichever of torch's errors it is, and nothing is left."""
+    output = tmp_path / ("output.safetensors" if file_format == "safetensors" else "output")
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (90_000, usual[1]))  # the disk of a test cannot be filled
     try:
-        with pytest.raises(CheckpointError, match=r"output could not be written: .*File too large$") as caught:
-            write_weights({"a": torch.zeros(number)}, tmp_path / "output", file_format=file_format)
+        with pytest.raises(CheckpointError, match=r"output\S* could not be written: .*File too large$") as caught:
+            write_weights({"a": torch.zeros(number)}, output, file_format=file_format)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
     assert str(tmp_path) in str(caught.value)
@@ -411,6 +413,32 @@ def test_a_home_directory_in_an_option(
         assert "must not begin with an unknown '~', got '~nobody-of-this-name/run'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("shard_bytes", [100, 10_000])
+def test_the_reader_that_the_command_names_works(shard_bytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a file of safetensors, and of shards with their index."""
+    model, _ = run(tmp_path / "run")
+    command = [
+        "consolidate",
+        str(tmp_path / "run"),
+        f"--output={tmp_path / 'm.safetensors'}",
+        f"--max-shard-bytes={shard_bytes}",
+    ]
+    assert checkpoint_command(command) == 0
+    printed = capsys.readouterr().out
+    named = re.search(r"^(\S+)  the model of .*; load_weights\(model, '(.*)'\) reads it$", printed)
+    assert named is not None
+    assert named[1] == named[2]
+    other = Tied()
+    assert load_weights(other, named[2]) == []
+    assert bit_by_bit(other.state_dict()) == bit_by_bit(model.state_dict())
+
+
+def test_a_damaged_file_of_safetensors_is_called_that(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors must be a file of safetensors, but: "):
+        load_weights(Tied(), tmp_path / "model.safetensors")
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_mistakes_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Are answered in one line, and no file appears."""
@@ -418,9 +446,13 @@ def test_mistakes_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[s
     consolidate(tmp_path / "run", tmp_path / "dcp", file_format="distributed")
     (tmp_path / "file").touch()
     before = {*tmp_path.iterdir()}
-    output = ["--output", str(tmp_path / "model.safetensors")]
+    output, other = (["--output", str(tmp_path / name)] for name in ("model.safetensors", "model.pt"))
     for arguments, answer in (
         (["consolidate", "run", *output, "--format", "torch"], "output must not end in .safetensors with file_format='torch'"),
+        (
+            ["consolidate", "run", *other, "--format", "safetensors"],
+            "output must end in .safetensors with file_format='safetens",
+        ),
         (["consolidate", "run", *output, "--max-shard-bytes", "0"], "max_shard_bytes must be "),
         (["consolidate", "dcp", *output, "--best"], "best, trained_only and evaluated need a checkpoint of this library, got "),
         (["verify", "dcp"], f"no checkpoint in {tmp_path / 'dcp'}, but one of torch.distributed.checkpoint"),
