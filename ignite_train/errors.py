@@ -195,9 +195,9 @@ class UnreadableCheckpointError(CheckpointError):
         reason: the error, with the file.
     """
 
-    def __init__(self, path: str, reason: str) -> None:
+    def __init__(self, path: str, reason: str, remedy: str = "start again when the disk is readable") -> None:
         self.path, self.reason = path, reason
-        super().__init__(f"{path} cannot be read: {reason}; nothing was renamed: start again when the disk is readable")
+        super().__init__(f"{path} cannot be read: {reason}; nothing was renamed: {remedy}")
 
 
 class NonFiniteError(TrainingError, FloatingPointError):

@@ -63,9 +63,8 @@ class _FrozenWeights(TensorFile):
             yield
         except (ValueError, OSError) as error:
             reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be used: {one_line(error)}"
-            raise UnreadableCheckpointError(
-                str(self._needed_by), f"{self._name}, which has its frozen weights and lies beside it, {reason}; copy it there"
-            ) from error
+            reason = f"{self._name}, which has its frozen weights and lies beside it, {reason}"
+            raise UnreadableCheckpointError(str(self._needed_by), reason, "copy that file there") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ignite_train.arguments import path_of
+from ignite_train.checkpoint.directory import CheckpointDirectory
+from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.manifest import MANIFEST, is_checkpoint_name
 from ignite_train.checkpoint.read_checkpoint import MOST_LOOKS, is_removed, pass_over, readable
 from ignite_train.checkpoint.read_checkpoint import best as best_in
@@ -54,8 +56,11 @@ def latest(directory: str | Path) -> Path | None:
 
 
 def holds_checkpoints(path: Path) -> bool:
-    """Whether a path is a checkpoint of this library, or a directory that has some: these count, and no other files in it."""
-    return (path / MANIFEST).exists() or (path.is_dir() and any(is_checkpoint_name(one.name) for one in path.iterdir()))
+    """Whether a path is a checkpoint of this library, or a directory of some, damaged ones too: no other files in it count."""
+    if not path.is_dir():
+        return False
+    damaged = CheckpointDirectory(path, Disk()).set_aside_before()
+    return bool(damaged) or any(one.name == MANIFEST or is_checkpoint_name(one.name) for one in path.iterdir())
 
 
 def is_distributed_checkpoint(path: Path) -> bool:

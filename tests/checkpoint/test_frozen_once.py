@@ -227,8 +227,10 @@ def test_the_tools_find_them(tmp_path: Path) -> None:
 
     alone = tmp_path / "elsewhere" / newest.name
     shutil.copytree(newest, alone)
-    with pytest.raises(CheckpointError, match="is missing; copy it there"):
-        checkpoint.load_weights(net(), alone)
+    message = r"frozen-\w+\.safetensors, which has its frozen weights and lies beside it, is missing; .*: copy that file there$"
+    for read in (checkpoint.verify, lambda path: checkpoint.load_weights(net(), path)):
+        with pytest.raises(UnreadableCheckpointError, match=message):
+            read(alone)
     shutil.copy(tmp_path / frozen_files(tmp_path)[0], alone.parent)
     checkpoint.verify(alone)
 

@@ -95,6 +95,10 @@ def test_a_folder_with_checkpoints_is_a_run_whatever_else_lies_in_it(tmp_path: P
     consolidate(tmp_path, tmp_path / "best.pt", best=True)
     assert bit_by_bit(torch.load(tmp_path / "newest.pt")) == states["latest"]
     assert bit_by_bit(torch.load(tmp_path / "best.pt")) == states["best"]
+    for path in [*tmp_path.glob("update-*")]:
+        path.rename(tmp_path / f"damaged-{path.name}")  # as a start renames them
+    with pytest.raises(CheckpointError, match="has no whole checkpoint"):
+        load_weights(net(), tmp_path)
 
 
 @pytest.mark.parametrize("exists", [False, True], ids=["new", "there already"])
