@@ -217,16 +217,15 @@ class TreeEncoder:
         if name in self.tensors:
             raise CheckpointError(f"{name} cannot be stored: two values have this name; use other keys")
         if tensor.numel():
-            place = (_memory(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride())
+            memory = _shard_memory(tensor) if isinstance(tensor, DTensor) else (tensor.device, tensor.data_ptr())
+            place = (memory, tensor.dtype, tuple(tensor.shape), tensor.stride())
             name = self._met.setdefault((*place, tensor.is_conj(), tensor.is_neg()), name)
         self.tensors[name] = tensor
         return name
 
 
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Where the first element is. Of a sharded tensor all ranks find the same ones equal, also a rank that has no element."""
-    if not isinstance(tensor, DTensor):
-        return tensor.device, tensor.data_ptr()
+def _shard_memory(tensor: DTensor) -> tuple[Any, ...]:
+    """Where the shard of this rank is. All ranks find the same tensors to be one, also a rank that has no element of them."""
     here = local_part(tensor)
     return storage_number(here.untyped_storage()), here.storage_offset(), tensor.device_mesh, tensor.placements
 
