@@ -27,15 +27,17 @@ __all__ = ["CurvatureMonitor"]
 class CurvatureMonitor(Handler):
     """Publishes the eigenvalue λ of largest magnitude of the Hessian of the loss, of each block, every 1000th update.
 
-    `"curvature/NAME"` in `trainer.state.metrics` is λ of the second derivatives by the parameters of that block. The loss is
-    the mean over the update's micro-batches on all ranks, at the weights after the step. Plain gradient descent diverges along
-    that direction where λ > 2 / learning rate. DeepSpeed's eigenvalues are the same, divided by the largest of all blocks.
-    An update that has a name, see `trainer.update(..., name=...)`, may have another forward and is left out.
+    `"curvature/NAME"` in `trainer.state.metrics` is λ of the second derivatives by those parameters of that block that require
+    a gradient; without any it is left out. The loss is the mean over the update's micro-batches on all ranks, at the weights
+    after the step. Plain gradient descent diverges along that direction where λ > 2 / learning rate. DeepSpeed's eigenvalues
+    are the same, divided by the largest of all blocks. An update that has a name, see `trainer.update(..., name=...)`, may have
+    another forward and is left out. So is one in which a micro-batch does not fit into memory here, with one warning in the log.
 
     The power iteration (G. Golub and C. Van Loan, Matrix Computations, 7.3) repeats v ← Hv / ‖Hv‖ from a random v, with λ =
     vᵀHv, until ‖Hv - λv‖ ≤ `tolerance` · |λ|. Each step of it costs a forward and two backwards of the group, reads of the
     device, and on several ranks an all-reduce of the size of the block. All that forward changes is restored, so that a run
-    with it has the bits of one without; except for what forward keeps outside of the modules.
+    with it has the bits of one without; except for what forward keeps outside of the modules, and for what hooks of gradients
+    do (`Tensor.register_hook`), which its backwards call too.
 
     Forward runs without autocast, without `torch.compile` and without the wrapper. It must be differentiable twice: fused
     attention is not, so use `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` in it. Sharded models are refused. All ranks
@@ -51,7 +53,7 @@ class CurvatureMonitor(Handler):
 
     Raises:
         TypeError: an argument has the wrong type, or the model is sharded.
-        ValueError: a value is out of range, or a block has no trainable parameters.
+        ValueError: a value is out of range, or a block has no parameters.
 
     Example:
         >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -85,32 +87,32 @@ class CurvatureMonitor(Handler):
         if blocks is not None and (not isinstance(blocks, (Mapping, nn.ModuleDict)) or not blocks):
             raise TypeError(f"blocks must be modules by name, got {describe(blocks)}; leave it out for the whole model")
         self._forward = forward
-        self._blocks = None if blocks is None else {name: _trainable(name, block) for name, block in blocks.items()}
+        for name, block in (blocks or {}).items():
+            if not isinstance(block, nn.Module):
+                raise TypeError(f"blocks[{name!r}] must be a torch.nn.Module, got {describe(block)}")
+            if not any(True for _ in block.parameters()):
+                raise ValueError(f"blocks[{name!r}] must have parameters, and has none")
+        self._blocks = None if blocks is None else dict(blocks.items())
 
     def attach(self, trainer: Trainer) -> RemovableEventHandle:
         """Looks after updates of `trainer`.
 
         Raises:
             TypeError: its model is sharded.
-            ValueError: a block is not of the model, or has sparse gradients, of which torch has no second derivatives.
+            ValueError: a block is not of the model, or has complex parameters, or sparse gradients, of which torch has no second
+                derivatives.
         """
         model = trainer.model
         self._model = unwrap(model)
         if any(isinstance(module, FSDPModule) for module in self._model.modules()):
             raise TypeError("CurvatureMonitor needs all parameters on each rank, and the model of this trainer is sharded")
         if self._blocks is None:
-            self._blocks = {"model": _trainable("model", self._model)}
+            self._blocks = {"model": self._model}
         own = {id(parameter) for parameter in self._model.parameters()}
-        for name, parameters in self._blocks.items():
-            if not all(id(parameter) in own for parameter in parameters):
+        for name, block in self._blocks.items():
+            if not all(id(parameter) in own for parameter in block.parameters()):
                 raise ValueError(f"blocks[{name!r}] must be a module of the trainer's model, got another one")
-        sparse = sparse_parameters(self._model)
-        names = [sparse[parameter] for block in self._blocks.values() for parameter in block if parameter in sparse]
-        if names:
-            raise ValueError(
-                f"blocks must have dense gradients, got {names[0]!r} of an embedding with sparse=True; build it with "
-                "sparse=False, or pass blocks= without it"
-            )
+        self._trained()
         self._transfer = ToDevice(next(self._model.parameters()).device)
         self._forward_state = ForwardState(self._model, trainer.state.carried, self._forward)
         self._bound: BoundForward = bind_forward(self._forward, lambda: trainer.state)
@@ -120,15 +122,32 @@ class CurvatureMonitor(Handler):
         """Computes and publishes; a value that is not finite is left out.
 
         Raises:
-            ValueError: forward writes into its micro-batch.
+            ValueError: forward writes into its micro-batch, or what has been thawed since `attach` would have been refused there.
         """
         record = trainer.state.update_output
-        for name, parameters in (self._blocks or {}).items():
+        for name, parameters in self._trained().items():
             trainer.state.metrics.pop(f"curvature/{name}", None)
-            if record is not None and record.name is None:
+            if parameters and record is not None and record.name is None:
                 value = self._largest_eigenvalue(trainer, parameters)
                 if math.isfinite(value):
                     trainer.state.metrics[f"curvature/{name}"] = value
+
+    def _trained(self) -> dict[str, list[nn.Parameter]]:
+        """The parameters of each block that require a gradient now: a handler may freeze or thaw some in the run."""
+        blocks = (self._blocks or {}).items()
+        trained = {name: [one for one in block.parameters() if one.requires_grad] for name, block in blocks}
+        sparse, names = sparse_parameters(self._model), {id(one): name for name, one in self._model.named_parameters()}
+        for one in (one for parameters in trained.values() for one in parameters):
+            if one in sparse:
+                raise ValueError(
+                    f"blocks must have dense gradients, got {sparse[one]!r} of an embedding with sparse=True; build it with "
+                    "sparse=False, or pass blocks= without it"
+                )
+            if one.is_complex():
+                raise ValueError(
+                    f"blocks must have real parameters, got {names[id(one)]!r} of {one.dtype}; pass blocks= without it"
+                )
+        return trained
 
     def _largest_eigenvalue(self, trainer: Trainer, parameters: Sequence[nn.Parameter]) -> float:
         generator = torch.Generator().manual_seed(self.seed)
@@ -162,20 +181,20 @@ class CurvatureMonitor(Handler):
                     raise writing_error("CurvatureMonitor runs forward on each micro-batch again")
                 sample_size += float(output.sample_size)  # sync
                 _add_product(total, output.loss, parameters, direction)
+        except torch.OutOfMemoryError as error:  # the update may have recovered from it, or needed less memory
+            error.__traceback__ = None  # its frames hold the graph
+            sample_size = math.nan  # so that no rank has a value
+            if "curvature" not in trainer.progress.warned:
+                trainer.progress.warned.add("curvature")
+                trainer.logger.warning(
+                    f"CurvatureMonitor leaves out its value after update {state.iteration}, and after later ones like it: a "
+                    "micro-batch did not fit into memory there; make micro-batches smaller to have it"
+                )
         finally:
             state.micro_batch_in_group = None
             self._forward_state.put_back(before)
         collectives.sum_over_ranks(total)
         return total / collectives.total([sample_size])[0]  # NaN without samples
-
-
-def _trainable(name: str, block: nn.Module) -> list[nn.Parameter]:
-    if not isinstance(block, nn.Module):
-        raise TypeError(f"blocks[{name!r}] must be a torch.nn.Module, got {describe(block)}")
-    parameters = [parameter for parameter in block.parameters() if parameter.requires_grad]
-    if not parameters:
-        raise ValueError(f"blocks[{name!r}] must have trainable parameters, and has none")
-    return parameters
 
 
 def _add_product(total: Tensor, loss: Tensor, parameters: Sequence[nn.Parameter], direction: Tensor) -> None:

@@ -277,7 +277,7 @@ def test_two_ranks_share_the_samples() -> None:
         ({"tolerance": 1.5}, ValueError, "tolerance must be below 1, got 1.5"),
         ({"tolerance": 1}, ValueError, "tolerance must be below 1, got 1"),
         ({"blocks": {"a": 1}}, TypeError, r"blocks\['a'\] must be a torch.nn.Module"),
-        ({"blocks": {"a": nn.Tanh()}}, ValueError, r"blocks\['a'\] must have trainable parameters"),
+        ({"blocks": {"a": nn.Tanh()}}, ValueError, r"blocks\['a'\] must have parameters, and has none"),
         ({"blocks": [nn.Tanh()]}, TypeError, "blocks must be modules by name, got .*; leave it out for the whole model"),
         ({"blocks": {}}, TypeError, "blocks must be modules by name, got {}"),
         ({"seed": None}, TypeError, "seed must be a number, got None"),
@@ -329,3 +329,67 @@ def test_a_forward_that_writes_into_its_micro_batch_is_refused() -> None:
     with pytest.raises(ValueError, match=r"CurvatureMonitor runs forward .* again, and forward has written into its tensors"):
         trainer.run(batches(), max_epochs=1)
     assert trainer.state.iteration == 2
+
+
+def test_it_follows_what_is_frozen_and_thawed_in_the_run() -> None:
+    """The figure is that of the parameters that require a gradient in that update; without any there is none."""
+    model, data, seen = net(), batches(), []
+    model[0].requires_grad_(False)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
+    blocks = {"all": model, "first": model[0]}
+    CurvatureMonitor(forward, every=1, blocks=blocks, tolerance=1e-5, max_iterations=2000).attach(trainer)
+
+    @trainer.on(Events.ITERATION_STARTED)
+    def thaw_and_freeze() -> None:
+        model[0].requires_grad_(trainer.state.iteration == 2)
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def compare() -> None:
+        found = {name: value for name, value in trainer.state.metrics.items() if name.startswith("curvature/")}
+        (batch,) = trainer.state.batch
+        trained = {"all": model, "first": model[0]} if trainer.state.iteration == 2 else {"all": model[2]}
+        expected = {f"curvature/{name}": largest(hessian(model, block, *batch)) for name, block in trained.items()}
+        assert found == pytest.approx(expected, rel=1e-7)
+        seen.append(len(found))
+
+    trainer.run(data[:3])
+    assert seen == [1, 2, 1]
+
+
+@pytest.mark.parametrize("mode", ["skip", "split"])
+def test_a_micro_batch_that_does_not_fit_costs_the_value_and_not_the_run(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The last one is cut beforehand in the update that splits, which does not run out of memory then."""
+    model, seen = net(), []
+
+    def narrow(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        if len(micro_batch[1]) == max(SIZES):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return forward(model, micro_batch)
+
+    options = UpdateOptions(on_out_of_memory=mode)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), narrow, accumulation_steps=2, options=options)
+    CurvatureMonitor(narrow, every=1, max_iterations=1).attach(trainer)
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def note() -> None:
+        output = trainer.state.update_output
+        assert output is not None
+        seen.append((output.num_out_of_memory, "curvature/model" in trainer.state.metrics))
+
+    trainer.run(batches(), max_epochs=2)
+    assert seen == [(0, True), (1, False), (0, True), (int(mode == "skip"), False)]
+    assert len([line for line in caplog.messages if line.startswith("CurvatureMonitor leaves out its value after")]) == 1
+
+
+def test_complex_parameters_are_refused() -> None:
+    """When it is attached: the power iteration is over real numbers. A block of real ones is taken."""
+    model = nn.ModuleDict({"real": nn.Linear(3, 2), "complex": nn.Linear(2, 1, dtype=torch.complex64)})
+
+    def magnitude(model: Any, x: Tensor) -> Tensor:
+        return model["complex"](model["real"](x).to(torch.complex64)).abs().square().mean()
+
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), magnitude)
+    with pytest.raises(ValueError, match=r"blocks must have real parameters, got 'complex.weight' of torch.complex64; "):
+        CurvatureMonitor(magnitude).attach(trainer)
+    CurvatureMonitor(magnitude, every=1, blocks={"real": model["real"]}).attach(trainer)
+    assert trainer.run([torch.ones(2, 3)]).metrics["curvature/real"] > 0
