@@ -168,11 +168,7 @@ class LearningRateSchedule(Handler):
             return epochs
         if self._event is not TrainEvents.STEP_COMPLETED and self._event is not Events.ITERATION_COMPLETED:
             return None
-        if state.max_iters is not None:
-            return state.max_iters - state.iteration
-        if epochs is None or not state.epoch_length or not isinstance(trainer.config["accumulation_steps"], int):
-            return None  # a list of steps by epoch gives the epochs different lengths
-        return epochs * state.epoch_length - (progress.epoch_iteration if progress.epoch_open else 0)
+        return None if trainer.expected_updates is None else trainer.expected_updates - state.iteration
 
     def _warn_of_other_steps(self) -> None:
         if collectives.is_main_rank():

@@ -154,7 +154,7 @@ class ProgressLog(Handler):
 
     def __call__(self, trainer: Trainer) -> None:
         """Prints a line. On a terminal the bar shows it already, and a validation has a line with what is seen in training."""
-        state, total = trainer.state, _total(trainer)
+        state, total = trainer.state, trainer.expected_updates
         metrics, (update, before) = self._metrics(trainer), self._latest
         if state.iteration == update and not changed_numbers(metrics, before):  # several events may fall on one update
             return
@@ -203,7 +203,7 @@ class ProgressLog(Handler):
         if self._is_introduced or self.style == "json":
             return
         self._is_introduced, state = True, trainer.state
-        for line in introduction(trainer.model, trainer.optimizers.values(), trainer.config, state, state.dataloader):
+        for line in introduction(trainer.model, trainer.optimizers.values(), trainer.config, trainer.expected_updates, state):
             self._print(line)
         rows = [row for one in _handlers(trainer) for row in one.rows_at_end()]
         if paths := [text.rpartition(" (")[0] for name, text in rows if name == "files"]:
@@ -219,8 +219,9 @@ class ProgressLog(Handler):
         if now - self._refreshed >= _REFRESH_SECONDS or bar.n - 1 == self._begin:
             self._refreshed = now
             bar.set_description_str(f"epoch {_of(trainer.state.epoch, trainer.state.max_epochs)}", refresh=False)
-            _set_total(bar, _total(trainer))
-            elapsed, done = tqdm.format_interval(now - self._started), _of(trainer.state.iteration, _total(trainer))
+            total = trainer.expected_updates
+            _set_total(bar, total)
+            elapsed, done = tqdm.format_interval(now - self._started), _of(trainer.state.iteration, total)
             room = _columns(sys.stderr, math.inf) - len(f"{bar.desc} 100%|#| {done} [{elapsed}]")
             bar.set_postfix_str(self._postfix(trainer, now, room), refresh=False)
             bar.refresh()
@@ -229,14 +230,14 @@ class ProgressLog(Handler):
         """The text behind the bar, cut to `room` columns."""
         state, metrics = trainer.state, self._metrics(trainer)
         speed = metrics.get("updates_per_second", (state.iteration - self._begin) / max(now - self._started, 1e-9))
-        to_go = metrics.get("time_to_go", ((_total(trainer) or 0) - state.iteration) / max(speed, 1e-9))
         losses = [name for name in ("loss", *sorted(self._shown.losses)) if name in metrics]
         parts = {name: (index, f"{name} {metrics[name]:.4g}") for index, name in enumerate(losses)}
         if state.update_output is not None and state.update_output.learning_rates:
             parts["learning_rate"] = (3, f"lr {state.update_output.learning_rates[0]:.3g}")
         samples = metrics.get("samples_per_second")
         parts["speed"] = (2, f"{speed:.3g} updates/s" if samples is None else f"{_thousands(samples)} {self.unit}/s")
-        if _total(trainer):
+        if (total := trainer.expected_updates) is not None:
+            to_go = metrics.get("time_to_go", (total - state.iteration) / max(speed, 1e-9))
             parts["time_to_go"] = (1, f"{_clock(to_go)} left")
         return ", ".join(_fitting(parts, room))
 
@@ -334,7 +335,7 @@ class ProgressLog(Handler):
             self._print(json_line({"epoch": state.epoch, **counts, "seconds": seconds}))
             return
         epochs = f"{state.epoch} epoch" + "s" * (state.epoch != 1)
-        total, ending, number = _total(trainer), "finished", str(state.iteration)
+        total, ending, number = trainer.expected_updates, "finished", str(state.iteration)
         if trainer.should_terminate and state.iteration != total:
             ending, number = "stopped", number if total is None else f"{number} of {total}"
         if state.num_steps == self._steps_before and state.iteration > self._begin:
@@ -536,11 +537,3 @@ def _length(evaluator: Engine) -> int | None:
         return evaluator.state.epoch_length or len(evaluator.state.dataloader)  # type: ignore[arg-type]
     except TypeError:
         return None
-
-
-def _total(trainer: Trainer) -> int | None:
-    """Updates that the whole run will have, as far as can be told."""
-    state = trainer.state
-    if state.max_iters is not None or state.max_epochs is None or state.epoch_length is None:
-        return state.max_iters
-    return state.epoch_length * state.max_epochs

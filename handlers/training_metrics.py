@@ -68,8 +68,8 @@ class TrainingMetrics(Handler):
     - `"samples_per_second"` (of sample_size), `"updates_per_second"`, and `"tokens_per_second"` for a log `"tokens"` that
       `per_second` names: per second of data and update, without the other sections;
     - `"train_wall"`: data and update, `"wall"`: all sections, since training began, earlier processes included;
-    - `"time_to_go"`: the updates that remain, at the speed of the interval, and as much evaluation,
-      saving and handlers for each of them as there was since training began;
+    - `"time_to_go"`: the updates that remain (see `trainer.expected_updates`; left out where their number is unknown), at the
+      speed of the interval, and as much evaluation, saving and handlers for each of them as there was since training began;
     - `"model_flop_utilisation"` on request: `flops_per_sample` · samples per second / (`peak_flops` · ranks), as defined by
       Chowdhery et al., PaLM, 2022, appendix B.
 
@@ -333,9 +333,10 @@ class TrainingMetrics(Handler):
                 found[f"{name}_seconds"] = spent
         found |= {"update_seconds": update, "data_wait": seconds["data"] / per, "train_wall": train_wall, "wall": wall}
         if (progress := trainer.progress.of_run(trainer.state)) is not None:
-            remaining = trainer.state.iteration * (1.0 - progress.after) / progress.after
+            found["progress"] = progress.before
+        if (expected := trainer.expected_updates) is not None:
             apart = (wall - train_wall) / totals["updates"]  # of an update, besides its training
-            found |= {"progress": progress.before, "time_to_go": remaining * (training / updates + apart)}
+            found["time_to_go"] = (expected - trainer.state.iteration) * (training / updates + apart)
         return found
 
 

@@ -202,7 +202,7 @@ class Trainer(Loop):
     def _repr_html_(self) -> str:
         """A notebook's view of it: the model, its updates, and how far it has come."""
         state = self.state
-        lines = introduction(self.model, self.optimizers.values(), self.config, state, state.dataloader)
+        lines = introduction(self.model, self.optimizers.values(), self.config, self.expected_updates, state)
         done = f"epoch {state.epoch}, update {state.iteration}: {state.num_steps} steps, {state.num_skipped} skipped"
         numbers = [f"{name} {value:.4g}" for name, value in single_metrics(state.metrics, set()).items()]
         rows = [repr(self), *lines, done, *numbers]
@@ -552,6 +552,24 @@ class Trainer(Loop):
         for default in [default for default in self.default_handlers if isinstance(handler, type(default))]:
             self.default_handlers.remove(default)
             default.detach(self)
+
+    @property
+    def expected_updates(self) -> int | None:
+        """The updates of the whole run, as far as can be told: those that are done, and those to come by its limit.
+
+        Each epoch to come counts with the length of the latest. None without a limit, where the length of an epoch is unknown,
+        and where `accumulation_steps`, unless it is one number, gives epochs different lengths.
+        """
+        state, progress = self.state, self.progress
+        if state.max_iters is not None:
+            return state.max_iters
+        are_alike = self.data.stream is not None or isinstance(self.config.get("accumulation_steps", 1), int)
+        if state.max_epochs is None or not state.epoch_length or not are_alike:
+            return None
+        to_come = (state.max_epochs - state.epoch) * state.epoch_length
+        if progress.epoch_open:
+            to_come += max(0, state.epoch_length - progress.epoch_iteration - progress.iterating)
+        return state.iteration + to_come
 
     def total_updates(self, data: Iterable[Any] | None, max_epochs: int = 1, *, epoch_length: int | None = None) -> int:
         """The updates of a run from its beginning, for the length of a learning-rate schedule. Collective.

@@ -19,7 +19,7 @@ _PREFIXES = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def introduction(
-    model: nn.Module, optimizers: Iterable[Optimizer], config: Mapping[str, Any], state: TrainState, data: Any
+    model: nn.Module, optimizers: Iterable[Optimizer], config: Mapping[str, Any], updates: int | None, state: TrainState
 ) -> list[str]:
     """Two lines: what is trained where, and what the updates are. A third names an optimizer that would be quicker fused.
 
@@ -27,8 +27,8 @@ def introduction(
         model: without its wrapper.
         optimizers: all of them.
         config: how the trainer was made.
-        state: with the limits of the run, as far as they are known.
-        data: the loader; None where there is none.
+        updates: of the whole run; None if unknown.
+        state: with the limits of the run, as far as they are known, and the loader, if there is one.
     """
     parameters, ranks, optimizers = [*model.parameters()], collectives.world_size(), [*optimizers]
     total, trained = (sum(p.numel() for p in parameters if p.requires_grad or not only) for only in (False, True))
@@ -38,7 +38,7 @@ def introduction(
     names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
     return [
         f"{type(model).__name__}, {size}, on {device} in {config.get('precision', 'fp32')}, {names}",
-        f"{_updates(state, steps)}: {_of_each(steps, ranks, data)}",
+        f"{_updates(updates, state)}: {_of_each(steps, ranks, state.dataloader)}",
         *_unfused(optimizers),
     ]
 
@@ -55,14 +55,12 @@ def _unfused(optimizers: Sequence[Optimizer]) -> Iterator[str]:
             yield f"{name} reads its {many} parameters several times a step; {name}(..., fused=True) reads them once"
 
 
-def _updates(state: TrainState, accumulation_steps: Any) -> str:
-    if state.max_iters is not None:
-        return f"{state.max_iters} updates"
-    epochs = f"{state.max_epochs} epoch" + "s" * (state.max_epochs != 1)
+def _updates(number: int | None, state: TrainState) -> str:
+    updates = "updates" if number is None else f"{number} updates"
     if state.max_epochs is None:
-        return "updates"
-    is_known = state.epoch_length is not None and isinstance(accumulation_steps, int)  # or else epochs differ
-    return epochs if not is_known else f"{state.max_epochs * (state.epoch_length or 0)} updates in {epochs}"
+        return updates
+    epochs = f"{state.max_epochs} epoch" + "s" * (state.max_epochs != 1)
+    return epochs if number is None else f"{updates} in {epochs}"
 
 
 def _of_each(accumulation_steps: Any, ranks: int, data: Any) -> str:

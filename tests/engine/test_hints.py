@@ -76,7 +76,7 @@ def test_hints_for_a_card(monkeypatch):
 def test_the_introduction_names_an_adam_that_is_not_fused(kind, settings, parameters, says):
     """By the number of its parameters alone."""
     model = torch.nn.ParameterList([torch.empty(parameters)])
-    lines = introduction(model, [kind(model.parameters(), lr=0.1, **settings)], {}, TrainState(), None)
+    lines = introduction(model, [kind(model.parameters(), lr=0.1, **settings)], {}, None, TrainState())
     assert ("fused=True" in lines[-1]) == says
     assert len(lines) == 2 + says
     assert all(len(line) <= 100 for line in lines)
