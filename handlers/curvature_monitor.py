@@ -31,7 +31,7 @@ class CurvatureMonitor(Handler):
     a gradient; without any it is left out. The loss is the mean over the update's micro-batches on all ranks, at the weights
     after the step. Plain gradient descent diverges along that direction where λ > 2 / learning rate. DeepSpeed's eigenvalues
     are the same, divided by the largest of all blocks. An update that has a name, see `trainer.update(..., name=...)`, may have
-    another forward and is left out. So is one in which a micro-batch does not fit into memory here, with one warning in the log.
+    another forward and is left out. So is one of which a micro-batch does not fit into memory here; the log warns once.
 
     The power iteration (G. Golub and C. Van Loan, Matrix Computations, 7.3) repeats v ← Hv / ‖Hv‖ from a random v, with λ =
     vᵀHv, until ‖Hv - λv‖ ≤ `tolerance` · |λ|. Each step of it costs a forward and two backwards of the group, reads of the
@@ -99,8 +99,8 @@ class CurvatureMonitor(Handler):
 
         Raises:
             TypeError: its model is sharded.
-            ValueError: a block is not of the model, or has complex parameters, or sparse gradients, of which torch has no second
-                derivatives.
+            ValueError: a block is not of the model, or has complex parameters, or sparse gradients, which torch cannot
+                differentiate again.
         """
         model = trainer.model
         self._model = unwrap(model)
@@ -122,7 +122,7 @@ class CurvatureMonitor(Handler):
         """Computes and publishes; a value that is not finite is left out.
 
         Raises:
-            ValueError: forward writes into its micro-batch, or what has been thawed since `attach` would have been refused there.
+            ValueError: forward writes into its micro-batch, or what was thawed since `attach` would have been refused there.
         """
         record = trainer.state.update_output
         for name, parameters in self._trained().items():

@@ -13,6 +13,7 @@ from ignite.handlers import FastaiLRFinder
 from torch import Tensor
 
 from ignite_train.arguments import describe, one_of, path_of, positive_int, real_number
+from ignite_train.data.unmoved import unmoved
 from ignite_train.errors import GaveUpError, LossScaleFloorError, NonFiniteError
 from ignite_train.model.random_state import kept_random_state
 from ignite_train.trainer import Trainer
@@ -31,8 +32,8 @@ class LearningRateFinder(FastaiLRFinder):
     - A loss that is not finite ends the search, and is not in the results; nor is an update that was skipped.
     - `save_plot` writes the curve as a picture, which takes no screen.
 
-    Random numbers, and the generators that the loader holds, are put back at the end. All ranks must use it. The method is
-    that of L. Smith (arXiv:1506.01186).
+    Random numbers, the generators that the loader holds, and its place are put back at the end, so that the run after it has
+    the bits of one without it. All ranks must use it. The method is that of L. Smith (arXiv:1506.01186).
 
     Args:
         make_trainer: makes a new trainer each time, by `create_trainer` or `create_supervised_trainer`. Attach no schedule in
@@ -99,7 +100,10 @@ class LearningRateFinder(FastaiLRFinder):
             step_mode: whether the rates grow by a factor, `"exp"`, or a summand, `"linear"`.
             smooth_f: the share of a loss in the smoothed one, whose rest is the smoothed one before; in [0, 1), 0 does not
                 smooth.
-            diverge_th: end when the smoothed loss is this many times the least one; at least 1.
+            diverge_th: end when the smoothed loss is this many times the least one; at least 1. That is a rise by
+                `diverge_th` - 1 times the distance from 0 to the least one. Where the least one is 0 or below, the distance is
+                that from the least one up to 0 or to the first one, whichever is longer. (Ignite's search multiplies there too,
+                and ends as soon as a loss is below 0.)
 
         Raises:
             TypeError: an argument has the wrong type, or `make_trainer` makes no trainer.
@@ -111,7 +115,7 @@ class LearningRateFinder(FastaiLRFinder):
         self._threshold = real_number("diverge_th", diverge_th, at_least=1)
         self._is_exponential = one_of("step_mode", step_mode, ("exp", "linear")) == "exp"
         number = positive_int("num_iter", num_iter)
-        with kept_random_state(loader):
+        with kept_random_state(loader), unmoved(loader) as own:
             trainer = self._made()
             self._groups = [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
             self._ends = _rates("end_lr", end_lr, len(self._groups))
@@ -120,7 +124,7 @@ class LearningRateFinder(FastaiLRFinder):
             for start, end in zip(self._starts, self._ends, strict=True):
                 if start >= end:
                     raise ValueError(f"start_lr must be less than end_lr, got {start:g} and {end:g}")
-            self._search(trainer, loader, number)
+            self._search(trainer, own, number)
 
     def _made(self) -> Trainer:
         trainer = self._make_trainer()
@@ -210,7 +214,10 @@ class LearningRateFinder(FastaiLRFinder):
             self._history["lr"].append(self._rates[0] if len(self._rates) == 1 else self._rates)
             losses.append(loss)
             self._least = min(self._least, loss)
-        self._diverge_flag = not math.isfinite(loss) or loss > self._threshold * self._least
+        least, limit = self._least, self._threshold * self._least
+        if least <= 0:
+            limit = least + (self._threshold - 1) * (max(losses[0], 0.0) - least)
+        self._diverge_flag = not math.isfinite(loss) or loss > limit
         if self._diverge_flag:
             trainer.terminate(agreed=True)
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from ignite_train.arguments import describe
 from ignite_train.data.resumable_loader import ResumableLoader
-from ignite_train.engine.dispatch import Stateful
+from ignite_train.data.unmoved import unmoved
 from ignite_train.internals.of_ignite import computation_model
 from ignite_train.internals.of_torch import end_workers
 from ignite_train.ranks import collectives
@@ -143,20 +143,13 @@ def _copy_of(sampler: Any, loader: DataLoader[Any]) -> Any:
 
 
 def _fetch(loader: Iterable[Any], number: int) -> list[Any]:
-    """The first micro-batches of a loader, in this process. A loader with a state of its own is put back, also if it raises."""
+    """The first micro-batches of a loader, in this process."""
     if isinstance(loader, Iterator):
         raise TypeError(f"loader must be one that can be read again, got {describe(loader)}; pass a DataLoader or a list")
-    if isinstance(loader, DataLoader):
-        own: DataLoader[Any] = copy.copy(loader)
-        own.num_workers, own.timeout, own.prefetch_factor = 0, 0, None
-        vars(own).update(_iterator=None, generator=torch.Generator())
-        loader = own
-    state = copy.deepcopy(loader.state_dict()) if isinstance(loader, Stateful) else None
-    try:
-        return list(islice(loader, number))
-    finally:
-        if isinstance(loader, Stateful) and state is not None:
-            loader.load_state_dict(state)
+    with unmoved(loader) as own:
+        if isinstance(own, DataLoader):
+            own.num_workers, own.timeout, own.prefetch_factor, own.generator = 0, 0, None, torch.Generator()
+        return list(islice(own, number))
 
 
 class Trial:

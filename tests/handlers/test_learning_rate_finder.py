@@ -15,7 +15,7 @@ import pytest
 import torch
 from ignite.engine import Events
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from bits import bit_by_bit
 from ignite_train import ForwardOutput, ResumableLoader, StaticLossScaling, Trainer, TrainEvents, UpdateOptions, create_trainer
@@ -119,6 +119,57 @@ def test_a_run_after_it_has_the_bits_of_one_without_it(name: str, fails: bool) -
                     search(maker(failing, whole=True), loader)
             trainer.run(loader, max_epochs=epoch)
         results.append(bit_by_bit([trainer.model.state_dict(), trainer.state_dict(), torch.get_rng_state()]))
+    assert results[0] == results[1]
+
+
+class Noisy(Dataset[Tensor]):
+    """Adds noise of the worker's own generator to each sample."""
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return ROWS[index] + 0.1 * torch.randn(3, dtype=torch.float64)
+
+
+class Continuing:
+    """A loader that continues from its place, which it saves."""
+
+    def __init__(self) -> None:
+        self.place = [0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.place[0] < len(MICRO_BATCHES):
+            self.place[0] += 1
+            yield MICRO_BATCHES[self.place[0] - 1]
+        self.place[0] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+MOVED: dict[str, Callable[[], Any]] = {
+    "a place of its own": Continuing,
+    "persistent workers": lambda: DataLoader(Noisy(), 4, shuffle=True, num_workers=1, persistent_workers=True),
+}
+
+
+@pytest.mark.parametrize("name", list(MOVED))
+def test_a_loader_with_a_place_or_with_workers_that_persist_is_not_moved(name: str) -> None:
+    """A search of 4 updates, before a pass of 6 and after it; as `tune` leaves it."""
+    results = []
+    for searches in (False, True):
+        torch.manual_seed(11)
+        loader, trainer = MOVED[name](), maker(whole=True)()
+        for epoch in (1, 2):
+            if searches:
+                search(maker(whole=True), loader, num_iter=4)
+            trainer.run(loader, max_epochs=epoch)
+            assert trainer.state.iteration == epoch * len(MICRO_BATCHES)
+        results.append(bit_by_bit([trainer.model.state_dict(), torch.get_rng_state()]))
     assert results[0] == results[1]
 
 
@@ -230,6 +281,20 @@ def test_it_ends_where_the_loss_is_more_than_so_many_times_the_least() -> None:
         warnings.simplefilter("error")  # as that the loss did not diverge
         assert losses_of(losses, smooth_f=0, diverge_th=3) == losses[:5]
         assert losses_of([1.0, 1.0, math.nan, 1.0], smooth_f=0.0) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("losses", "ends_after"),
+    [
+        ([1.0, 0.1, -0.1, -0.5, 2.4, 2.6, 0.0], 6),  # 2 * (1.0 + 0.5) above -0.5
+        ([1.0, 0.0, 1.9, 2.1, 0.0], 4),
+        ([-1.0, -2.0, -1.5, 1.9, 2.1, 0.0], 5),  # 2 * 2.0 above -2.0
+        ([-1.0, -1.1, -1.2, -1.1], 4),
+    ],
+)
+def test_a_loss_below_zero_ends_it_when_it_has_risen(losses: list[float], ends_after: int) -> None:
+    """By `diverge_th` - 1 times the distance from the least one to zero, or to the first one where that is above zero."""
+    assert losses_of(losses, smooth_f=0, diverge_th=3) == losses[:ends_after]
 
 
 def test_a_loss_is_smoothed() -> None:

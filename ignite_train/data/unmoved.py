@@ -1,0 +1,37 @@
+"""Reading a loader for a trial or a search, so that the run after it reads what it would have read without."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ignite_train.engine.dispatch import Stateful
+from ignite_train.internals.of_torch import ITERATOR, end_workers
+
+__all__ = ["unmoved"]
+
+
+@contextmanager
+def unmoved(loader: Iterable[Any]) -> Iterator[Iterable[Any]]:
+    """A loader that gives what `loader` gives; what it reads in this `with` leaves the place of `loader` alone.
+
+    Of a DataLoader it is a copy with workers of its own: those of `loader`, where they persist, have random generators that a
+    pass moves. A loader with a state is put back at the end, also after an exception. Generators that it holds are not; see
+    `kept_random_state`.
+    """
+    own = loader
+    if isinstance(loader, DataLoader):
+        own = copy.copy(loader)
+        vars(own)[ITERATOR] = None
+    state = copy.deepcopy(own.state_dict()) if isinstance(own, Stateful) else None
+    try:
+        yield own
+    finally:
+        if isinstance(own, DataLoader):
+            end_workers(own)
+        if isinstance(own, Stateful) and state is not None:
+            own.load_state_dict(state)
