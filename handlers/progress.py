@@ -63,9 +63,9 @@ class ProgressLog(Handler):
     which the loader is waited for from 10% on, and, with `StepTimer`, the slowest rank from 1.5 times the median on. Where room
     is short, a line keeps the score that a handler follows, or the first of the user's logs, rather than the learning rate. A
     bar has the learning rate and the speed if there is room for them. An evaluation has a bar of its own, and a line with its
-    metrics. At the end of the run there is one more line if the user's logs have changed since the one before, as those of the
-    last epoch do that are published when it is over. A short table ends the run: time by section, best score, skipped updates,
-    memory, files, and up to three hints.
+    metrics, each beside that of the training where this has changed since the epoch began. At the end of the run there is one
+    more line if the user's logs have changed since the one before, as those of the last epoch do that are published when it is
+    over. A short table ends the run: time by section, best score, skipped updates, memory, files, and up to three hints.
 
     Args:
         style: `"bar"`, or `"simple"` for lines, `"json"` for one JSON object a line with all metrics, `"none"` for nothing;
@@ -103,6 +103,7 @@ class ProgressLog(Handler):
         self._has_warned = False  # that a line could not be written
         self._evaluators: list[Engine] = []
         self._latest: tuple[int, dict[str, float]] = (0, {})  # the update and the metrics of the latest line
+        self._before_epoch: dict[str, float] = {}  # the trainer's metrics as its epoch began
 
     def attach(
         self,
@@ -144,6 +145,7 @@ class ProgressLog(Handler):
         self._shown.losses = frozenset(f"{name}/loss" for name in self._beside)
         trainer.on_enter.append(self._open)
         trainer.prepend_event_handler(Events.STARTED, self._introduce)
+        trainer.prepend_event_handler(Events.EPOCH_STARTED, self._note_epoch)
         trainer.add_event_handler(Events.COMPLETED, self._note_end)
         trainer.on_exit.append(self._conclude)
         return trainer.add_event_handler(event, self)
@@ -188,6 +190,7 @@ class ProgressLog(Handler):
         self._shown.scores = self._scores(trainer)
         self._shown.start(single_metrics(state.metrics, self._left_out))
         self._latest = state.iteration, self._metrics(trainer)
+        self._note_epoch(trainer)  # or it continues one, of which these numbers may not be
         if state.iteration and self._is_introduced and self.style != "json":
             self._print(f"continues after update {state.iteration}")
         if self.style == "bar" or (self.style == "auto" and _has_bars()):
@@ -197,6 +200,9 @@ class ProgressLog(Handler):
             self._bar = _make_bar(unit="update", delay=_REFRESH_SECONDS, **place)
             # Behind what publishes metrics, and before handlers that may end the run.
             self._with_bar.enter_context(trainer.add_evaluation_handler(Events.ITERATION_COMPLETED, self._advance))
+
+    def _note_epoch(self, trainer: Trainer) -> None:
+        self._before_epoch = single_metrics(trainer.state.metrics, self._left_out)
 
     def _introduce(self, trainer: Trainer) -> None:
         """Says in a few lines what runs, when the first run of this process starts."""
@@ -298,7 +304,9 @@ class ProgressLog(Handler):
             self._print(json_line(place | grouped_metrics(metrics, self._left_out, tag)))
             return
         head = f"{tag} after update {trainer.updates_done}:"
-        found, training = single_metrics(metrics, self._left_out), single_metrics(state.metrics, self._left_out)
+        found = single_metrics(metrics, self._left_out)
+        # Those that were published in this epoch: beside a validation others would be taken for it.
+        training = changed_numbers(single_metrics(state.metrics, self._left_out), self._before_epoch)
         for beside in (training.keys(), {"loss"} & training.keys(), set[str]()):  # as many as leave room for what was found
             texts = [
                 f"{name} {_short(value).rstrip()} (training {training[name]:.4g})".ljust(len(name) + _BESIDE_COLUMNS)

@@ -799,14 +799,26 @@ def test_a_validation_has_the_numbers_of_the_training_beside_it(capsys: pytest.C
     evaluator.add_event_handler(Events.EPOCH_COMPLETED, lambda: publish(evaluator, *next(found)))
     Validation(evaluator, DATA, sanity=0).attach(trainer)
     ProgressLog("simple").attach(trainer, evaluator=evaluator)
-    trainer.add_event_handler(Events.EPOCH_STARTED, lambda: publish(trainer, 0.2345, 0.9123))
+    numbers = iter([(0.2345, 0.9123), (0.3345, 0.8123), (0.4345, 0.7123)])
+    trainer.add_event_handler(Events.EPOCH_STARTED, lambda: publish(trainer, *next(numbers)))
     trainer.run(DATA, max_epochs=3)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("validation")]
     assert [line.partition("  ")[2].rstrip(" *") for line in lines] == [
         "loss 0.09125 (training 0.2345)  accuracy 0.9 (training 0.9123)",
-        "loss 0.1234 (training 0.2345)  accuracy 0.9875 (training 0.9123)",
-        "loss 0.5 (training 0.2345)     accuracy 0.09125 (training 0.9123)",
+        "loss 0.1234 (training 0.3345)  accuracy 0.9875 (training 0.8123)",
+        "loss 0.5 (training 0.4345)     accuracy 0.09125 (training 0.7123)",
     ]
+
+
+def test_numbers_of_an_epoch_before_are_not_beside_a_validation(capsys: pytest.CaptureFixture[str]) -> None:
+    """Published in the first and the third epoch of four; what is published as an epoch ends is of that epoch."""
+    trainer, evaluator, _ = make()
+    Validation(evaluator, DATA, sanity=0).attach(trainer)
+    ProgressLog("simple").attach(trainer, evaluator=evaluator)
+    TrainingMetrics().attach(trainer, EVERY(event_filter=lambda _, update: update in (4, 18)))
+    trainer.run(DATA, max_epochs=4)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("validation")]
+    assert ["(training" in line for line in lines] == [True, False, True, False]
 
 
 def test_a_second_attach_adds_an_evaluator(capsys: pytest.CaptureFixture[str]) -> None:
