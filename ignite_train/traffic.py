@@ -19,7 +19,8 @@ __all__ = ["Counted", "Traffic", "count_traffic"]
 
 _TORCH = str(Path(torch.__file__).parent)
 _READS = {"tolist", "numpy", "__array__", "__dlpack__", "__repr__"}  # torch's dispatcher does not see all of these
-_NO_COLLECTIVES = {"wait_tensor"}
+_NO_COLLECTIVES = {"wait_tensor", "_wrap_tensor_autograd"}
+_IN_PLACE = ("all_reduce", "broadcast")  # what c10d does in the memory that it is given; the functional ones give new tensors
 
 
 class Counted(NamedTuple):
@@ -55,7 +56,9 @@ def count_traffic(device: str | torch.device | None = None) -> Iterator[Traffic]
 
     A host read is `item`, `tolist`, `numpy`, `float(tensor)`, `if tensor`, printing it, or a copy to the CPU. On a machine
     without an accelerator, reads of CPU tensors are counted, so that a test of "one read an update" runs there too. Operations
-    that wait inside torch's kernels, as `nonzero` does, are not counted; `torch.cuda.set_sync_debug_mode` reports those.
+    that wait inside torch's kernels, as `nonzero` does, are not counted; `torch.cuda.set_sync_debug_mode` reports those. Of CPU
+    tensors it does not see what torch reads without an operation of its own: `torch.equal`, `allclose`, `linspace` of tensors,
+    `torch.tensor` of a list of tensors, `pickle` and `torch.save`.
 
     Args:
         device: the type of device whose tensors count; None means the accelerator, or the CPU if there is none.
@@ -112,10 +115,11 @@ class _Operations(DispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if func.namespace in COLLECTIVE_NAMESPACES and name not in _NO_COLLECTIVES:
-            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self._traffic.collectives.append(Counted(name, _place(), sum(map(_num_bytes, tensors))))
         result = func(*args, **(kwargs or {}))
+        if func.namespace in COLLECTIVE_NAMESPACES and name not in _NO_COLLECTIVES:
+            filled = () if name.startswith(_IN_PLACE) else result
+            tensors = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs, filled)) if isinstance(leaf, Tensor)}
+            self._traffic.collectives.append(Counted(name, _place(), sum(map(_num_bytes, tensors.values()))))
         is_copy = name in {COPY, "copy_"} and self._watched != "cpu" and result.device.type == "cpu"
         if (is_copy or name == READ) and args[name == "copy_"].device.type == self._watched:  # its source
             self._calls.count(name)

@@ -13,6 +13,8 @@ import torch
 from ignite.engine import Events
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
@@ -116,6 +118,25 @@ def test_collectives_are_counted():
     """Called by name, or by DistributedDataParallel in its backward."""
     for names in run_ranks(every_collective):
         assert names == ["allreduce_", "broadcast_", "barrier", "allreduce_"]
+
+
+def both_kinds() -> list[list[int]]:
+    """The bytes of c10d's collectives, and of the functional ones by which DTensors do the same."""
+    own, rows, mesh = torch.ones(3, 2), torch.ones(4, 2), init_device_mesh("cpu", (2,))
+    with count_traffic("cpu") as plain:
+        torch.distributed.all_reduce(own.clone())
+        torch.distributed.all_gather_into_tensor(torch.ones(6, 2), own)
+        torch.distributed.reduce_scatter_tensor(torch.ones(2, 2), rows)
+    with count_traffic("cpu") as functional:
+        for local, before, after in ((own, Partial(), Replicate()), (own, Shard(0), Replicate()), (rows, Partial(), Shard(0))):
+            DTensor.from_local(local, mesh, [before]).redistribute(placements=[after]).to_local().add(0)
+    return [[counted.num_bytes for counted in traffic.collectives] for traffic in (plain, functional)]
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_a_functional_collective_is_counted_once_with_the_bytes_of_the_plain_one() -> None:
+    """What it waits with is none. Bytes are those given and filled: 6 numbers reduced in place, 6 + 12 gathered, 8 + 4 left."""
+    assert run_ranks(both_kinds) == [[[24, 72, 48], [24, 72, 48]]] * 2
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")  # torch 2.11, even here
