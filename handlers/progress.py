@@ -21,7 +21,6 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ignite_train.arguments import describe, one_of
 from ignite_train.engine.dispatch import Attachable, scores_of, stateful_handlers
-from ignite_train.engine.introduction import introduction
 from ignite_train.engine.loop import Loop
 from ignite_train.events import Event
 from ignite_train.kinds_of_handlers import EVERY_50, Handler
@@ -209,7 +208,7 @@ class ProgressLog(Handler):
         if self._is_introduced or self.style == "json":
             return
         self._is_introduced, state = True, trainer.state
-        for line in introduction(trainer.model, trainer.optimizers.values(), trainer.config, trainer.expected_updates, state):
+        for line in trainer.introduce():
             self._print(line)
         rows = [row for one in _handlers(trainer) for row in one.rows_at_end()]
         if paths := [text.rpartition(" (")[0] for name, text in rows if name == "files"]:

@@ -14,6 +14,7 @@ from ignite.engine import Engine, Events, RemovableEventHandle
 from torch.utils.data import DataLoader
 
 from ignite_train.arguments import AMOUNT, MAPPING, NUMBER, NUMBERS, TEXTS, check_fields, did_you_mean, real_number
+from ignite_train.engine.introduction import precision_of
 from ignite_train.engine.sections import SECTIONS, Sections
 from ignite_train.events import Event
 from ignite_train.forward import TERM
@@ -172,7 +173,7 @@ class TrainingMetrics(Handler):
             if (share := value / (sum(seconds.values()) or 1.0)) >= _SMALLEST_SHARE:
                 yield "time", f"{name.replace('_', ' ')} {value:.1f} s ({share:.0%})"
         if (trainer := self.attached_trainer) is not None:
-            device, precision = next(trainer.model.parameters()).device, trainer.config.get("precision", "fp32")
+            device, precision = next(trainer.model.parameters()).device, precision_of(trainer.model, trainer.config)
             for hint in _hints(seconds, trainer.state.dataloader, device, precision, epochs=trainer.state.epoch):
                 yield "hint", hint
 
@@ -364,7 +365,7 @@ def _hints(seconds: Mapping[str, float], data: Any, device: torch.device, precis
         seconds: what each section of the run took; see `SECTIONS`.
         data: the loader.
         device: of the model.
-        precision: of forward.
+        precision: of forward and of the parameters.
         epochs: how many times the loader was opened.
     """
     on_card, total = device.type == "cuda", sum(seconds.values())

@@ -224,6 +224,7 @@ def _new_update(
 
 def _complete(trainer: Trainer, update: Update, model: nn.Module, options: UpdateOptions) -> None:
     """Attaches what belongs to the update, and what looks for mistakes that are known only in the run."""
+    trainer.replicas.num_data_ranks = len(update.gather.crossing.data_ranks.groups)
     if isinstance(update, LocalUpdate):
         update.join(trainer)
     elif isinstance(update, ElasticUpdate):

@@ -120,6 +120,7 @@ class Replicas:
         are_elastic: whether they come and go, so that others take part though there is one rank.
         have_own_weights: False during an evaluation with other weights in the model, which must not be saved.
         rank: the number of this process, and `num_ranks` how many there are; asked once.
+        num_data_ranks: how many ranks, or groups of ranks that are fed the same, have samples of their own.
     """
 
     are_equal: bool = True
@@ -127,6 +128,7 @@ class Replicas:
     have_own_weights: bool = True
     rank: int = field(default_factory=collectives.rank)
     num_ranks: int = field(default_factory=collectives.world_size)
+    num_data_ranks: int = field(default_factory=collectives.world_size)
 
     @property
     def is_alone(self) -> bool:
@@ -202,11 +204,22 @@ class Trainer(Loop):
     def _repr_html_(self) -> str:
         """A notebook's view of it: the model, its updates, and how far it has come."""
         state = self.state
-        lines = introduction(self.model, self.optimizers.values(), self.config, self.expected_updates, state)
+        lines = self.introduce()
         done = f"epoch {state.epoch}, update {state.iteration}: {state.num_steps} steps, {state.num_skipped} skipped"
         numbers = [f"{name} {value:.4g}" for name, value in single_metrics(state.metrics, set()).items()]
         rows = [repr(self), *lines, done, *numbers]
         return f"<b>{escape(rows[0])}</b><br>" + "<br>".join(map(escape, rows[1:]))
+
+    def introduce(self) -> list[str]:
+        """A few lines about what is trained where, and how many updates there will be."""
+        return introduction(
+            self.model,
+            self.optimizers.values(),
+            self.config,
+            self.state,
+            updates=self.expected_updates,
+            data_ranks=self.replicas.num_data_ranks,
+        )
 
     def __repr__(self) -> str:
         parts = [type(part).__name__ for part in self.parts.values()]

@@ -12,14 +12,20 @@ from torch.utils.data import DataLoader
 from ignite_train.ranks import collectives
 from ignite_train.state import TrainState
 
-__all__ = ["introduction"]
+__all__ = ["introduction", "precision_of"]
 
 _MANY = 10_000_000  # parameters
 _PREFIXES = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def introduction(
-    model: nn.Module, optimizers: Iterable[Optimizer], config: Mapping[str, Any], updates: int | None, state: TrainState
+    model: nn.Module,
+    optimizers: Iterable[Optimizer],
+    config: Mapping[str, Any],
+    state: TrainState,
+    *,
+    updates: int | None,
+    data_ranks: int,
 ) -> list[str]:
     """Two lines: what is trained where, and what the updates are. A third names an optimizer that would be quicker fused.
 
@@ -27,8 +33,9 @@ def introduction(
         model: without its wrapper.
         optimizers: all of them.
         config: how the trainer was made.
-        updates: of the whole run; None if unknown.
         state: with the limits of the run, as far as they are known, and the loader, if there is one.
+        updates: of the whole run; None if unknown.
+        data_ranks: how many ranks, or groups of them, have samples of their own.
     """
     parameters, ranks, optimizers = [*model.parameters()], collectives.world_size(), [*optimizers]
     total, trained = (sum(p.numel() for p in parameters if p.requires_grad or not only) for only in (False, True))
@@ -37,10 +44,20 @@ def introduction(
     device = f"{parameters[0].device}" + (f" × {ranks} ranks" if ranks > 1 else "")
     names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
     return [
-        f"{type(model).__name__}, {size}, on {device} in {config.get('precision', 'fp32')}, {names}",
-        f"{_updates(updates, state)}: {_of_each(steps, ranks, state.dataloader)}",
+        f"{type(model).__name__}, {size}, on {device} in {precision_of(model, config)}, {names}",
+        f"{_updates(updates, state)}: {_of_each(steps, data_ranks, state.dataloader)}",
         *_unfused(optimizers),
     ]
+
+
+def precision_of(model: nn.Module, config: Mapping[str, Any]) -> str:
+    """In what it computes: `"fp32"`, what autocast takes, or the dtypes of the parameters where they are not all float32."""
+    precision = str(config.get("precision", "fp32"))
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
+    if dtypes == {"float32"}:
+        return precision
+    names = " and ".join(sorted(dtypes))
+    return names if precision == "fp32" else f"{precision} with parameters in {names}"
 
 
 def _unfused(optimizers: Sequence[Optimizer]) -> Iterator[str]:
@@ -63,13 +80,13 @@ def _updates(number: int | None, state: TrainState) -> str:
     return epochs if number is None else f"{updates} in {epochs}"
 
 
-def _of_each(accumulation_steps: Any, ranks: int, data: Any) -> str:
-    """The samples of an update: those of a micro-batch, times micro-batches, times ranks."""
+def _of_each(accumulation_steps: Any, data_ranks: int, data: Any) -> str:
+    """The samples of an update: those of a micro-batch, times micro-batches, times ranks with samples of their own."""
     size = data.batch_size if isinstance(data, DataLoader) else None
-    on_ranks = f" × {ranks} ranks" if ranks > 1 else ""
+    on_ranks = f" × {data_ranks} ranks" if data_ranks > 1 else ""
     if size is None or not isinstance(accumulation_steps, int):
         return f"{accumulation_steps} micro-batch{'es' * (accumulation_steps != 1)}{on_ranks} each"
-    return f"{size * accumulation_steps * ranks} samples each ({size} × {accumulation_steps} micro-batches{on_ranks})"
+    return f"{size * accumulation_steps * data_ranks} samples each ({size} × {accumulation_steps} micro-batches{on_ranks})"
 
 
 def _rounded(number: int) -> str:

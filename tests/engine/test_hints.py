@@ -12,7 +12,7 @@ from ignite.engine import Events
 from torch.utils.data import DataLoader, TensorDataset
 
 from ignite_train import create_trainer
-from ignite_train.engine.introduction import introduction
+from ignite_train.engine.introduction import introduction, precision_of
 from ignite_train.engine.sections import SECTIONS
 from ignite_train.handlers import ProgressLog, TrainingMetrics, training_metrics
 from ignite_train.state import TrainState
@@ -76,10 +76,32 @@ def test_hints_for_a_card(monkeypatch):
 def test_the_introduction_names_an_adam_that_is_not_fused(kind, settings, parameters, says):
     """By the number of its parameters alone."""
     model = torch.nn.ParameterList([torch.empty(parameters)])
-    lines = introduction(model, [kind(model.parameters(), lr=0.1, **settings)], {}, None, TrainState())
+    lines = introduction(model, [kind(model.parameters(), lr=0.1, **settings)], {}, TrainState(), updates=None, data_ranks=1)
     assert ("fused=True" in lines[-1]) == says
     assert len(lines) == 2 + says
     assert all(len(line) <= 100 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "precision", "says"),
+    [
+        ([torch.float32], "fp32", "fp32"),
+        ([torch.float32], "bf16", "bf16"),
+        ([torch.bfloat16], "fp32", "bfloat16"),
+        ([torch.float64, torch.float64], "fp32", "float64"),
+        ([torch.float32, torch.bfloat16], "fp32", "bfloat16 and float32"),
+        ([torch.float64], "bf16", "bf16 with parameters in float64"),
+    ],
+)
+def test_the_introduction_and_the_hints_know_the_dtype_of_the_parameters(dtypes, precision, says, monkeypatch):
+    """Only a model in float32 without autocast is told that the card has bf16."""
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in dtypes])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lines = introduction(model, [optimizer], {"precision": precision}, TrainState(), updates=None, data_ranks=1)
+    assert lines[0].endswith(f" parameters, on cpu in {says}, SGD")
+    assert precision_of(model, {"precision": precision}) == says
+    assert bool(told(None, CARD, says, forward=100)) == (says == "fp32")
 
 
 @pytest.mark.parametrize("number", [1, 2])

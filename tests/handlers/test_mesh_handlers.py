@@ -116,6 +116,12 @@ def checks(run: Run) -> dict[str, Any]:
     return {"steps": run.trainer.state.num_steps}
 
 
+def introduction(run: Run) -> dict[str, Any]:
+    size = len(run.micro_batches(1)[0][0])
+    run.trainer.state.dataloader = torch.utils.data.DataLoader(range(8), batch_size=size)  # type: ignore[arg-type]
+    return {"samples of an update": int(run.trainer.introduce()[1].partition(" samples each")[0].rpartition(" ")[2])}
+
+
 def _call(function: Callable[[Run], dict[str, Any]], name: str) -> dict[str, Any]:
     return function(Run(name))
 
@@ -123,7 +129,7 @@ def _call(function: Callable[[Run], dict[str, Any]], name: str) -> dict[str, Any
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize(
-    "function", [gradient_monitor, model_ema, freeze, learning_rate_finder, validation, predictions, checks]
+    "function", [gradient_monitor, model_ema, freeze, learning_rate_finder, validation, predictions, checks, introduction]
 )
 def test_a_handler_gives_what_it_gives_on_one_process(four: Ranks, function: Any, name: str) -> None:
     (expected,) = run_ranks(_call, function, "one process", world_size=1)

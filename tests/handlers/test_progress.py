@@ -135,7 +135,7 @@ def test_a_terminal_has_bars(monkeypatch: pytest.MonkeyPatch, columns: int, with
     beneath = {(upper[:6], lower[:11]) for rows in screen.history for upper, lower in pairwise(rows)}
     assert ("epoch ", "validation:") in beneath
     end = [row.rstrip() for row in screen.rows if row.strip()]
-    assert end[:2] == ["Linear, 4 parameters, on cpu in fp32, SGD", "12 updates in 2 epochs: 1 micro-batch each"]
+    assert end[:2] == ["Linear, 4 parameters, on cpu in float64, SGD", "12 updates in 2 epochs: 1 micro-batch each"]
     assert [row.partition(" after ")[0].split(",")[0] for row in end[2:5]] == ["validation", "validation", "finished"]
     training = r" \(training \S+\)" if with_metrics else ""
     assert re.match(rf"validation after update 6:  loss \S+ *{training}( +samples .*)?  \*$", end[2])
