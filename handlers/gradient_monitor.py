@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -55,10 +55,11 @@ class GradientMonitor(Handler):
       lectures on neural networks). Left out while the weights are zero;
     - `"dead_layers"`: how many layers have a gradient of zero, or none. Layers that `Freeze` freezes are among them.
 
-    A layer is a module with parameters of its own. After a skipped update it removes these metrics, also where this rank skips
-    alone, as it may with `reduction="local"`. In other updates it does nothing. In an update that it measures it keeps a copy
-    of the weights, has its numbers transferred to the host once, and, if the model is sharded, sums them over the ranks once; a
-    step is not queued in that update. All ranks must attach it.
+    A layer is a module with parameters of its own. Of complex ones real and imaginary parts are counted as numbers. After a
+    skipped update it removes these metrics, also where this rank skips alone, as it may with `reduction="local"`. In other
+    updates it does nothing. In an update that it measures it keeps a copy of the weights, has its numbers transferred to the
+    host once, and, if the model is sharded, sums them over the ranks once; a step is not queued in that update. All ranks must
+    attach it.
 
     Args:
         every: it measures each update whose number is a multiple of this.
@@ -113,7 +114,7 @@ class GradientMonitor(Handler):
         self._end()
 
     def _find_layers(self, model: nn.Module) -> None:
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()]
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         paths = [plain_name(name).split(".")[:-1] for name, _ in named]
         self._layers = [".".join(path[: self.depth]) or "model" for path in paths]
         self._monitored = [parameter for _, parameter in named]
@@ -121,21 +122,23 @@ class GradientMonitor(Handler):
     def _before_step(self, trainer: Trainer) -> None:
         self._find_layers(trainer.model)
         with torch.no_grad():
-            weights = local_tensors(self._monitored)
-            gradients = local_tensors(_gradient(parameter) for parameter in self._monitored)
+            weights = _local_numbers(self._monitored)
+            gradients = _local_numbers(_gradient(parameter) for parameter in self._monitored)
             factor = trainer.process.mean_factor()
             self._found = [_norms(gradients) * factor, _norms(weights)]
             if self.with_histograms:
                 self._found += [_counts(weight) for weight in weights]
                 self._found += [
-                    _counts(gradient * factor, 0 if p.grad is None or not p.grad.is_sparse else p.numel() - gradient.numel())
-                    for gradient, p in zip(gradients, self._monitored, strict=True)
+                    _counts(
+                        gradient * factor, weight.numel() - gradient.numel() if p.grad is not None and p.grad.is_sparse else 0
+                    )
+                    for gradient, weight, p in zip(gradients, weights, self._monitored, strict=True)
                 ]
             self._weights = [weight.clone() for weight in weights]
 
     def _after_step(self, trainer: Trainer) -> None:
         with torch.no_grad():
-            foreach_sub_(self._weights, local_tensors(self._monitored))
+            foreach_sub_(self._weights, _local_numbers(self._monitored))
             self._found.insert(2, _norms(self._weights))
         found = self._fetch()
         if all(map(math.isfinite, found[0])):
@@ -181,6 +184,11 @@ class GradientMonitor(Handler):
         return {name: Histogram(_EDGES, tuple(map(round, sums))) for name, sums in counts.items()}
 
 
+def _local_numbers(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors, or the shards of this rank; of complex ones their real and imaginary parts."""
+    return [torch.view_as_real(one.resolve_conj()) if one.is_complex() else one for one in local_tensors(tensors)]
+
+
 def _gradient(parameter: nn.Parameter) -> Tensor:
     """The gradient, of a sparse one the rows that are there; a tensor without elements if it is missing."""
     gradient = parameter.grad
@@ -190,12 +198,10 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:
-    """The L2 norm of each, not read."""
-    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    """The L2 norm of each, not read; in float64, since float32 does not hold the squares of all that it holds."""
+    wide = torch.float32 if any(tensor.device.type == "mps" for tensor in tensors) else torch.float64
     norms = foreach_norm(tensors, 2.0, dtype=wide)
-    return torch.stack([norm.to(norms[0].device) for norm in norms]).to(
-        torch.float32 if norms[0].device.type == "mps" else torch.float64
-    )
+    return torch.stack([norm.to(norms[0].device) for norm in norms])
 
 
 def _counts(tensor: Tensor, zeros: int = 0) -> Tensor:

@@ -106,6 +106,58 @@ def test_against_a_plain_loop() -> None:
     assert bit_by_bit(model.state_dict()) == bit_by_bit(other.state_dict())
 
 
+class Complex(nn.Module):
+    """A complex layer behind a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 2, dtype=torch.float64)
+        self.second = nn.Linear(2, 3, dtype=torch.complex128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).to(torch.complex128)).abs()
+
+
+def test_complex_layers_have_the_norms_of_their_real_and_imaginary_parts() -> None:
+    """In numbers and in histograms, in which each element is two; one of such layers alone is a model too."""
+    model = Complex()
+    before = [parameter.detach().clone() for parameter in model.second.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    trainer = create_trainer(model, optimizer, mean_loss)
+    gradients = list[Tensor]()
+    trainer.add_event_handler(
+        TrainEvents.GRADIENTS_READY,
+        lambda: gradients.extend(trainer.gradients()[f"second.{name}"] for name in ("weight", "bias")),
+    )
+    monitor = GradientMonitor(1, with_histograms=True)
+    monitor.attach(trainer)
+    metrics = trainer.run(DATA[:1]).metrics
+    assert metrics["layer_grad_norm/second"] == pytest.approx(float(torch.cat([g.flatten() for g in gradients]).abs().norm()))
+    assert metrics["layer_weight_norm/second"] == pytest.approx(float(torch.cat([w.flatten() for w in before]).abs().norm()))
+    assert metrics["update_ratio/second"] == pytest.approx(
+        0.05 * metrics["layer_grad_norm/second"] / metrics["layer_weight_norm/second"]
+    )
+    assert metrics["dead_layers"] == 0
+    assert sum(monitor.histograms["gradient/second"].counts) == sum(monitor.histograms["weight/second"].counts) == 2 * 9
+    alone = nn.Linear(3, 1, bias=False, dtype=torch.complex64)
+    trainer = create_trainer(alone, torch.optim.SGD(alone.parameters(), lr=0.05), lambda model, x: model(x).abs().mean())
+    GradientMonitor(1).attach(trainer)
+    assert trainer.run([torch.ones(2, 3, dtype=torch.complex64)]).metrics["layer_grad_norm/model"] > 0
+
+
+@pytest.mark.parametrize("scale", [1e-24, 1e22])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_whose_squares_float32_does_not_hold(dtype: torch.dtype, scale: float) -> None:
+    """They are neither zero, which would be a dead layer, nor infinite, which would leave all layers out."""
+    model = nn.Linear(3, 1, bias=False, dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
+    trainer = create_trainer(model, optimizer, lambda model, x: model(x).sum() * scale, max_grad_norm=1.0)
+    GradientMonitor(1).attach(trainer)
+    metrics = trainer.run([torch.full((1, 3), 2.0, dtype=dtype)]).metrics
+    assert metrics["layer_grad_norm/model"] == pytest.approx(2.0 * scale * math.sqrt(3), rel=1e-2)
+    assert metrics["dead_layers"] == 0
+
+
 def test_layers_together() -> None:
     """With depth=1 the norms of a block are those of all its layers."""
     (first, *_), _ = run(make(net()), DATA, depth=1)
