@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from ignite_train.arguments import describe, positive_int
 
 __all__ = ["Block", "ModelSummary", "model_summary"]
+
+_COMPILED_OR_CHECKPOINTED = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch calls the module in such a wrapper
 
 
 class Block(NamedTuple):
@@ -57,7 +60,7 @@ def model_summary(model: nn.Module, *, depth: int = 1) -> ModelSummary:
     `fully_shard` are those of the whole model.
 
     Args:
-        model: the model; it may be wrapped, sharded or compiled.
+        model: the model; it may be wrapped, sharded or compiled, and its blocks too.
         depth: how far the blocks are from the model: 1 for its children, 2 for theirs, and so on; a child without children of
             its own is a block too.
 
@@ -83,6 +86,7 @@ def model_summary(model: nn.Module, *, depth: int = 1) -> ModelSummary:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {describe(model)}")
     positive_int("depth", depth)
+    model = _inside(model)
     found: dict[str, Block] = {}
     seen: set[int] = set()
     for name, module in _blocks(model, "", depth):
@@ -95,11 +99,19 @@ def model_summary(model: nn.Module, *, depth: int = 1) -> ModelSummary:
     return ModelSummary(tuple(parts), total)
 
 
+def _inside(module: nn.Module) -> nn.Module:
+    """The module without its wrappers, which would be a block around all others."""
+    children = dict(module.named_children())
+    names = ("module",) if isinstance(module, (DataParallel, DistributedDataParallel)) else _COMPILED_OR_CHECKPOINTED
+    name = next((name for name in names if name in children), None)
+    return module if name is None else _inside(children[name])
+
+
 def _blocks(module: nn.Module, prefix: str, depth: int) -> list[tuple[str, nn.Module]]:
     """The modules at that depth, or above it if they have no children, in the order of the model."""
     blocks: list[tuple[str, nn.Module]] = []
-    for key, child in module.named_children():
-        name = f"{prefix}.{key}" if prefix else key
+    for key, wrapped in module.named_children():
+        child, name = _inside(wrapped), f"{prefix}.{key}" if prefix else key
         below = _blocks(child, name, depth - 1) if depth > 1 else []
         blocks += below or [(name, child)]
     return blocks
@@ -115,7 +127,7 @@ def _counted(name: str, module: nn.Module, seen: set[int]) -> Block:
             seen.add(id(parameter))
             parameters += parameter.numel()
             trainable += parameter.numel() * parameter.requires_grad
-    return Block(name.replace("_orig_mod.", "").replace("._orig_mod", ""), _kind(module), parameters, trainable)
+    return Block(name, _kind(module), parameters, trainable)
 
 
 def _kind(module: nn.Module) -> str:

@@ -63,6 +63,17 @@ def test_the_table() -> None:
     assert len({len(line) for line in lines}) == 1
 
 
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, lambda model: nn.DataParallel(torch.compile(model))])
+def test_a_wrapper_is_no_block(wrap: Any) -> None:
+    """Neither around the model nor around a block."""
+    assert rows(wrap(Net())) == EXPECTED
+    assert model_summary(wrap(Net())) == model_summary(Net())
+    model = Net()
+    model.encoder = wrap(model.encoder)
+    assert model_summary(model) == model_summary(Net())
+    assert model_summary(model, depth=2) == model_summary(Net(), depth=2)
+
+
 def _sharded_on_this_rank() -> Any:
     model = Net()
     for block in (model.encoder[1], model.frozen):
