@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from ignite.engine import Events
 from ignite.handlers import FastaiLRFinder
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ignite_train.arguments import describe, one_of, path_of, positive_int, real_number
 from ignite_train.data.unmoved import unmoved
@@ -25,11 +26,12 @@ class LearningRateFinder(FastaiLRFinder):
     """Ignite's `FastaiLRFinder` for a `Trainer`: raises the learning rate from update to update until the loss diverges.
 
     The search trains, so it takes a function that makes model, optimizer and trainer, and your own are not touched.
-    `get_results`, `lr_suggestion`, `apply_suggested_lr` and `plot` are Ignite's. What differs:
+    `get_results`, `lr_suggestion` and `plot` are Ignite's. What differs:
 
     - `"lr"` of the results is the rate with which the update was made, and the rates begin with `start_lr` and end with
       `end_lr`. The loss beside it is the mean over all micro-batches and ranks, before that update.
     - A loss that is not finite ends the search, and is not in the results; nor is an update that was skipped.
+    - `apply_suggested_lr` takes several optimizers too, and leaves rates that are tensors the tensors that they are.
     - `save_plot` writes the curve as a picture, which takes no screen.
 
     Random numbers, the generators that the loader holds, and its place are put back at the end, so that the run after it has
@@ -117,7 +119,7 @@ class LearningRateFinder(FastaiLRFinder):
         number = positive_int("num_iter", num_iter)
         with kept_random_state(loader), unmoved(loader) as own:
             trainer = self._made()
-            self._groups = [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
+            self._groups = _groups_of(trainer.optimizers.values())
             self._ends = _rates("end_lr", end_lr, len(self._groups))
             present = [float(group["lr"]) for group in self._groups]
             self._starts = _rates("start_lr", present if start_lr is None else start_lr, len(self._groups))
@@ -153,6 +155,25 @@ class LearningRateFinder(FastaiLRFinder):
             self._diverge_flag = True
         if not self._diverge_flag:
             warnings.warn("the loss did not diverge: increase end_lr, decrease diverge_th, or look at the curve", stacklevel=3)
+
+    def apply_suggested_lr(self, optimizer: Optimizer | Mapping[str, Optimizer]) -> None:
+        """Sets the suggested rates.
+
+        Args:
+            optimizer: one like that of the search; of several, all of them by name, as `trainer.optimizers` has them.
+
+        Raises:
+            RuntimeError: the search has not run or its curve has no suggestion, or these have other parameter groups.
+        """
+        suggestion = self.lr_suggestion()
+        rates = suggestion if isinstance(suggestion, list) else [suggestion]
+        groups = _groups_of(optimizer.values() if isinstance(optimizer, Mapping) else [optimizer])
+        if len(rates) != len(groups):
+            raise RuntimeError(
+                f"apply_suggested_lr must be given the {len(rates)} parameter groups of the search, got {len(groups)}; with "
+                "several optimizers pass trainer.optimizers"
+            )
+        _put_rates(groups, rates)
 
     def save_plot(self, path: str | Path, skip_start: int = 0, skip_end: int = 0) -> None:
         """Draws the smoothed loss over the rate, with the suggested rate as a dot, into a file.
@@ -196,11 +217,7 @@ class LearningRateFinder(FastaiLRFinder):
         share = (trainer.state.iteration - 1) / max(number - 1, 1)
         pairs = zip(self._starts, self._ends, strict=True)
         self._rates = [a * (b / a) ** share if self._is_exponential else a + (b - a) * share for a, b in pairs]
-        for group, rate in zip(self._groups, self._rates, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+        _put_rates(self._groups, self._rates)
 
     def _note(self, trainer: Trainer) -> None:
         """Adds a point, and ends the search where the loss has diverged: the same on all ranks."""
@@ -220,6 +237,19 @@ class LearningRateFinder(FastaiLRFinder):
         self._diverge_flag = not math.isfinite(loss) or loss > limit
         if self._diverge_flag:
             trainer.terminate(agreed=True)
+
+
+def _groups_of(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def _put_rates(groups: Iterable[dict[str, Any]], rates: Iterable[float]) -> None:
+    """Sets the rate of each group; one that is a tensor stays that tensor, which compiled code may hold."""
+    for group, rate in zip(groups, rates, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def _rates(name: str, given: Any, count: int) -> list[float]:

@@ -262,6 +262,26 @@ def test_the_suggestion_and_its_picture(tmp_path: Path, monkeypatch: pytest.Monk
         finder.save_plot(tmp_path / "none.png")
 
 
+def test_the_suggestion_for_several_optimizers() -> None:
+    """Each group gets its own, of all optimizers at once; a rate that is a tensor stays that tensor."""
+    rate = torch.tensor(0.01)
+
+    def make_trainer() -> Trainer:
+        model = net()
+        model[1].requires_grad_(False)
+        first = torch.optim.AdamW([{"params": model[0].parameters(), "lr": rate}])
+        return create_trainer(model, {"first": first, "second": torch.optim.SGD(model[3].parameters(), lr=0.1)}, mean_loss)
+
+    torch.manual_seed(0)
+    finder = search(make_trainer, num_iter=30, start_lr=[1e-4, 1e-5], end_lr=10.0)
+    optimizers, suggestion = make_trainer().optimizers, finder.lr_suggestion()
+    finder.apply_suggested_lr(optimizers)
+    assert optimizers["first"].param_groups[0]["lr"] is rate
+    assert [float(rate), optimizers["second"].param_groups[0]["lr"]] == pytest.approx(suggestion)
+    with pytest.raises(RuntimeError, match=r"given the 2 parameter groups of the search, got 1; .* pass trainer.optimizers"):
+        finder.apply_suggested_lr(optimizers["first"])
+
+
 def losses_of(given: list[float], **settings: Any) -> list[float]:
     """The curve where the updates have these losses, whose gradient is zero."""
     remaining = iter(given)
