@@ -149,6 +149,7 @@ class TrainingMetrics(Handler):
         """
         interval, self._sections, self._clock = self._in_interval(), trainer.sections, trainer.sections.seconds
         self._begin_interval(interval)
+        self._model_device = next(trainer.model.parameters()).device  # which stays
         trainer.on_enter.append(self._note_start)
         trainer.moments.on_record.append(self._note)
         trainer.prepend_event_handler(Events.COMPLETED, self)
@@ -173,8 +174,8 @@ class TrainingMetrics(Handler):
             if (share := value / (sum(seconds.values()) or 1.0)) >= _SMALLEST_SHARE:
                 yield "time", f"{name.replace('_', ' ')} {value:.1f} s ({share:.0%})"
         if (trainer := self.attached_trainer) is not None:
-            device, precision = next(trainer.model.parameters()).device, precision_of(trainer.model, trainer.config)
-            for hint in _hints(seconds, trainer.state.dataloader, device, precision, epochs=trainer.state.epoch):
+            precision = precision_of(trainer.model, trainer.config)
+            for hint in _hints(seconds, trainer.state.dataloader, self._model_device, precision, epochs=trainer.state.epoch):
                 yield "hint", hint
 
     def __call__(self, trainer: Trainer) -> None:
@@ -194,7 +195,7 @@ class TrainingMetrics(Handler):
         found["skipped"] = float(trainer.state.num_skipped)
         found |= self._times(trainer, seconds)
         if self.memory:
-            found |= _memory(next(trainer.model.parameters()).device)
+            found |= _memory(self._model_device)
         for name in self._published - found.keys():
             metrics.pop(name, None)
         self._published = {*found}

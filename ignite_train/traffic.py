@@ -13,13 +13,21 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ignite_train.internals.of_torch import COLLECTIVE_NAMESPACES, COPY, READ, DispatchMode, indices_of, pytree, values_of
+from ignite_train.internals.of_torch import (
+    COLLECTIVE_NAMESPACES,
+    COPY,
+    NO_COLLECTIVES,
+    READ,
+    DispatchMode,
+    indices_of,
+    pytree,
+    values_of,
+)
 
 __all__ = ["Counted", "Traffic", "count_traffic"]
 
 _TORCH = str(Path(torch.__file__).parent)
 _READS = {"tolist", "numpy", "__array__", "__dlpack__", "__repr__"}  # torch's dispatcher does not see all of these
-_NO_COLLECTIVES = {"wait_tensor", "_wrap_tensor_autograd"}
 _IN_PLACE = ("all_reduce", "broadcast")  # what c10d does in the memory that it is given; the functional ones give new tensors
 
 
@@ -116,7 +124,7 @@ class _Operations(DispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         result = func(*args, **(kwargs or {}))
-        if func.namespace in COLLECTIVE_NAMESPACES and name not in _NO_COLLECTIVES:
+        if func.namespace in COLLECTIVE_NAMESPACES and name not in NO_COLLECTIVES:
             filled = () if name.startswith(_IN_PLACE) else result
             tensors = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs, filled)) if isinstance(leaf, Tensor)}
             self._traffic.collectives.append(Counted(name, _place(), sum(map(_num_bytes, tensors.values()))))

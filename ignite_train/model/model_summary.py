@@ -9,10 +9,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from ignite_train.arguments import describe, positive_int
+from ignite_train.internals.of_torch import WRAPPED
 
 __all__ = ["Block", "ModelSummary", "model_summary"]
-
-_COMPILED_OR_CHECKPOINTED = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch calls the module in such a wrapper
 
 
 class Block(NamedTuple):
@@ -102,7 +101,7 @@ def model_summary(model: nn.Module, *, depth: int = 1) -> ModelSummary:
 def _inside(module: nn.Module) -> nn.Module:
     """The module without its wrappers, which would be a block around all others."""
     children = dict(module.named_children())
-    names = ("module",) if isinstance(module, (DataParallel, DistributedDataParallel)) else _COMPILED_OR_CHECKPOINTED
+    names = ("module",) if isinstance(module, (DataParallel, DistributedDataParallel)) else WRAPPED
     name = next((name for name in names if name in children), None)
     return module if name is None else _inside(children[name])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional_collectives
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, SequentialLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
@@ -181,6 +185,33 @@ def collective_namespaces() -> bool:
     """Collectives that are operations stand in these namespaces."""
     found = [torch.ops.c10d.allreduce_, torch.ops._c10d_functional.all_reduce, torch.ops.c10d_functional.all_reduce]
     return {str(packet).partition(".")[0] for packet in found} == COLLECTIVE_NAMESPACES
+
+
+def no_collectives() -> bool:
+    """What the dispatcher sees when a functional collective is waited for, apart from the collective."""
+    given, seen = torch.ones(2, requires_grad=True), set[str]()
+
+    class Names(DispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace in COLLECTIVE_NAMESPACES:
+                seen.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            with Names():  # type: ignore[no-untyped-call]
+                for one in (given, given.detach()):
+                    functional_collectives.all_reduce(one, "sum", dist.group.WORLD).add(0)
+        finally:
+            dist.destroy_process_group()
+    return {"all_reduce"} < seen <= {"all_reduce", *of_torch.NO_COLLECTIVES}
+
+
+def wrapped_modules() -> bool:
+    """The name of the only module in each kind of wrapper."""
+    wrappers = (torch.compile(nn.Linear(1, 1)), checkpoint_wrapper(nn.Linear(1, 1)))
+    return tuple(name for wrapper in wrappers for name, _ in wrapper.named_children()) == of_torch.WRAPPED
 
 
 def sparse_embeddings() -> bool:
@@ -519,6 +550,8 @@ OF_TORCH: dict[Callable[[], bool], tuple[str, ...]] = {
     dispatch_mode: ("COPY", "READ", "DispatchMode"),
     schemas: ("schema_of",),
     collective_namespaces: ("COLLECTIVE_NAMESPACES",),
+    no_collectives: ("NO_COLLECTIVES",),
+    wrapped_modules: ("WRAPPED",),
     sparse_embeddings: ("gives_sparse_gradients",),
     end_of_backward: ("call_at_end_of_backward",),
     compiled_backward: ("compiled_autograd",),
