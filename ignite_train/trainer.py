@@ -119,8 +119,10 @@ class Replicas:
         are_equal: False while replicas that train locally differ.
         are_elastic: whether they come and go, so that others take part though there is one rank.
         have_own_weights: False during an evaluation with other weights in the model, which must not be saved.
-        rank: the number of this process, and `num_ranks` how many there are; asked once.
+        rank: the number of this process, and `num_ranks` how many there are; asked once, since the parts of an update are made
+            for them.
         num_data_ranks: how many ranks, or groups of ranks that are fed the same, have samples of their own.
+        have_begun: whether a run has begun, or an update, with as many ranks.
     """
 
     are_equal: bool = True
@@ -129,6 +131,24 @@ class Replicas:
     rank: int = field(default_factory=collectives.rank)
     num_ranks: int = field(default_factory=collectives.world_size)
     num_data_ranks: int = field(default_factory=collectives.world_size)
+    have_begun: bool = False
+
+    def begin(self) -> None:
+        """Notes that a run begins.
+
+        Raises:
+            RuntimeError: there are more ranks now, or fewer, than when the trainer was made.
+        """
+        number = collectives.world_size()
+        if number != self.num_ranks:
+            what_to_do = (
+                "call init_process_group (or enter idist.Parallel) before create_trainer"
+                if number > self.num_ranks
+                else "run it before idist.finalize() (or inside idist.Parallel), or make another by create_trainer"
+            )
+            ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
+            raise RuntimeError(f"trainer was made for {ranks}, and this run has {number}; {what_to_do}")
+        self.have_begun = True
 
     @property
     def is_alone(self) -> bool:
@@ -266,11 +286,14 @@ class Trainer(Loop):
             TypeError: `data` cannot be iterated, or a limit is not an integer.
             ValueError: a limit is below 1 or below what was trained already, or both are given, or `data` is empty, or an
                 iterator ended before the limit, or `resume` asks for what is not there.
+            RuntimeError: it is called inside a handler of the same run, or there are more or fewer ranks than when the trainer
+                was made.
             CheckpointError: no checkpoint can be read; or the trainer has trained before its `Checkpoint` was attached, and
                 there are checkpoints of another start, which `"auto"` would neither continue nor keep.
         """
         refuse_arguments("Trainer.run", unknown, _ARGUMENTS_OF_RUN)
         self.progress.refuse_nested_run()
+        self.replicas.begin()
         refuse_cached_autocast()
         loader, state = None if data is None else checked_loader(data), self.state
         self.data.begin_run(loader, epoch_length)
@@ -310,11 +333,13 @@ class Trainer(Loop):
             The state.
 
         Raises:
-            RuntimeError: the trainer is running already, or `run` has left an epoch open.
+            RuntimeError: the trainer is running already, or `run` has left an epoch open, or there are more or fewer ranks than
+                when the trainer was made.
             ValueError: `max_iters` is below 1 or below what was trained already, or `resume` asks for what is not there.
             CheckpointError: no checkpoint can be read.
         """
         self.progress.refuse_nested_run()
+        self.replicas.begin()
         refuse_cached_autocast()
         state = self.state
         with self._resuming(resume):
@@ -368,7 +393,8 @@ class Trainer(Loop):
             TypeError: `micro_batches` is not a list, or holds None; `forward` cannot be called with a model and a micro-batch,
                 or `name` is not a string.
             RuntimeError: it is called inside a handler of its own run or update, or while `run` has left an epoch open, or a
-                stop was asked for, or a `Checkpoint` is attached and no session is open.
+                stop was asked for, or a `Checkpoint` is attached and no session is open; or in the first update without a
+                session there are more or fewer ranks than when the trainer was made.
         """
         if not isinstance(micro_batches, list):
             raise TypeError(f"micro_batches must be a list, got {describe(micro_batches)}; pass update([micro_batch])")
@@ -398,6 +424,8 @@ class Trainer(Loop):
         if self.progress.running or self.progress.updating:
             raise RuntimeError("update was called inside a handler of its own run or update; call it from another trainer's")
         self._refuse_open_epoch("update was called")
+        if not self.replicas.have_begun:
+            self.replicas.begin()
         if self.resume_with is not None:
             raise RuntimeError("update needs a session where a Checkpoint is attached; write: with trainer.session(): ...")
         if "session" not in self.progress.warned and (self.on_enter or self.has_handlers(Events.STARTED)):
