@@ -186,6 +186,37 @@ def test_the_first_outer_step_is_from_the_weights_with_which_training_began() ->
     assert ends[0] == ends[1] == ends[2]
 
 
+def test_weights_that_are_loaded_between_two_runs_are_not_pulled_back() -> None:
+    """The next outer step is from them, as of a trainer that begins with them."""
+    ends, loaded = [], torch.tensor([[5.0, -4.0, 3.0]])
+    for runs_before in (True, False):
+        model = linear()
+        trainer, _ = make("lookahead", model=model)
+        if runs_before:
+            trainer.run(DATA[:H], max_epochs=1)
+        with torch.no_grad():
+            model.weight.copy_(loaded)
+        trainer.run(DATA[H : 2 * H], max_epochs=1 + runs_before)
+        ends.append(weight_of(trainer))
+    assert ends[0] == ends[1]
+
+
+def _clamped(directory: Path | None, stops: list[int]) -> list[float]:
+    """The weights after the last stop, where a handler moves them after each update, with an outer step or without."""
+    for max_epochs in stops:
+        trainer, _ = make()
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda trainer: trainer.model.weight.data.clamp_(-0.25, 0.25))
+        if directory is not None:
+            Checkpoint(directory).attach(trainer)
+        trainer.run(DATA[:H], max_epochs=max_epochs)
+    return weight_of(trainer)
+
+
+def test_resumed_the_outer_step_is_from_the_weights_of_the_one_before(tmp_path: Path) -> None:
+    """Also where a handler has moved those of the model since."""
+    assert _clamped(tmp_path, [1, 2]) == _clamped(None, [2])
+
+
 def two_layers() -> nn.Sequential:
     with torch.random.fork_rng():
         torch.manual_seed(5)
