@@ -168,12 +168,14 @@ class Loop(Dispatcher):
             and signals that a handler needs during each call. One that asks to stop ends the run before its first iteration.
         on_exit: functions that are called without arguments when a run is over, after its last handler: at a limit, after a
             request to stop, and after an exception.
+        on_idle: functions that are called without arguments in place of a run that has nothing to do.
     """
 
     def __init__(self, process: Callable[[Any, Any], Any]) -> None:
         super().__init__(process)
         self.on_enter: list[Callable[[Any], object]] = []
         self.on_exit: list[Callable[[], object]] = []
+        self.on_idle: list[Callable[[], object]] = []
         self.progress = Progress()
 
     def __reduce_ex__(self, protocol: Any) -> Never:
@@ -210,6 +212,8 @@ class Loop(Dispatcher):
                 f"nothing to do: epoch {state.epoch} and update {state.iteration} are done and the limit is "
                 f"max_epochs={state.max_epochs}, max_iters={state.max_iters}; raise it to continue"
             )
+            for function in self.on_idle:
+                function()
             return state
         try:
             with self._between_events(data):

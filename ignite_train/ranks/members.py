@@ -165,6 +165,10 @@ class Members:
                 self.renew(step)
             else:
                 break
+        self.note_end()
+
+    def note_end(self) -> None:
+        """Leaves the sign that a run has ended, by which the launcher and replicas that are starting know it."""
         self._has_parted = True
         if (path := os.environ.get(_ENDED)) is not None:
             Path(path).touch()

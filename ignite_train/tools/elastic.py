@@ -27,7 +27,7 @@ _logger = logging.getLogger("ignite_train")
 _POLL_SECONDS = 0.05
 _AT_ONCE_SECONDS = 20.0  # a replica that ends sooner has not trained
 _MAX_AT_ONCE = 3  # so often in a row
-_GRACE_SECONDS = 60.0  # for the others, when one replica has ended
+_GRACE_SECONDS = 60.0  # for the others, when the run and one replica have ended
 _FIRST_SIGNAL_SECONDS = 30.0  # between a signal that is passed on and SIGKILL
 
 
@@ -67,11 +67,15 @@ class ElasticLauncher:
     """A lighthouse on this machine, which listens on loopback only, and replicas of one script.
 
     A replica is one process, or several ranks, which find one another by the environment variables that torchrun sets too. A
-    replica that ends with an error, or is killed, is started again and joins the others. A replica that was stopped, as by
+    replica that ends before the last update, in whatever way, is started again and joins the others. One that was stopped, as by
     SIGSTOP, for `hang_seconds` is killed (where Python can see it: not on macOS before Python 3.13). What happens to a rank
     counts for its replica, whose other ranks are killed. When the last update is made, no replica is started again, unless the
-    script begins another run; when one has ended without an error, the others have a minute to end. SIGINT and SIGTERM are
+    script begins another run; when one has ended without an error then, the others have a minute to end. SIGINT and SIGTERM are
     passed on to all of them, and no replica is started again.
+
+    That the last update is made is known from a file, which a trainer with `reduction="elastic"` makes when its run has ended:
+    at a limit, after a request to stop, or since nothing was left to do. A script without such a trainer has to make it, under
+    the name in the environment variable `IGNITE_TRAIN_ENDED`.
 
     Args:
         command: what each replica runs, such as `[sys.executable, "train.py"]`.
@@ -143,23 +147,29 @@ class ElasticLauncher:
         self._directory.cleanup()
 
     def run(self) -> int:
-        """Waits until all replicas have ended, and starts again what dies. Gives the status to end with."""
+        """Waits until all replicas have ended, and starts again what ends too early.
+
+        Returns:
+            The status to end with: 0 if the run has ended, and a replica without an error.
+        """
         while not self.look():
             time.sleep(_POLL_SECONDS)
         codes = [replica.code() or 0 for replica in self.replicas.values()]
-        return 0 if 0 in codes else next((128 - code if code < 0 else code for code in codes), 0)
+        if 0 in codes and self._ended.exists():
+            return 0
+        return next((128 - code if code < 0 else code for code in codes if code), 1)
 
     def look(self) -> bool:
-        """Looks at each replica once, and starts again what has died. Gives whether all have ended for good."""
+        """Looks at each replica once, and starts again what has ended too early. Gives whether all have ended for good."""
         codes = {number: replica.code() for number, replica in self.replicas.items()}
         is_over = self._ended.exists()  # the run, and perhaps not yet what the script does after it
-        if self._stops_at is None and 0 in codes.values():
+        if self._stops_at is None and is_over and 0 in codes.values():
             self._stops_at = time.monotonic() + _GRACE_SECONDS
         for number, code in codes.items():
-            if code not in (None, 0) and self._stops_at is None and not is_over:
-                self._start_again(number, code)
-            elif code is None:
+            if code is None:
                 self._look_whether_stopped(number)
+            elif self._stops_at is None and not is_over:
+                self._start_again(number, code)
         if self._stops_at is not None and time.monotonic() > self._stops_at:
             self.send(signal.SIGKILL)
         return all(replica.code() is not None for replica in self.replicas.values())
@@ -191,15 +201,16 @@ class ElasticLauncher:
             _logger.warning(f"replica {number} has been stopped for {self._hang_seconds:g} s and is killed")
             replica.kill()
 
-    def _start_again(self, number: int, code: int | None) -> None:
-        before = self.replicas[number]
-        soon = time.monotonic() - before.begun < _AT_ONCE_SECONDS and (code or 0) > 0  # and not by a signal
+    def _start_again(self, number: int, code: int) -> None:
+        before, what = self.replicas[number], f"replica {number} has ended with status {code}"
+        what += "" if code else " before the last update"
+        soon = time.monotonic() - before.begun < _AT_ONCE_SECONDS and code >= 0  # and not by a signal
         at_once = before.at_once + 1 if soon else 0
         if at_once >= _MAX_AT_ONCE:
-            _logger.error(f"replica {number} has ended with status {code} {at_once} times in a row soon after it was started")
+            _logger.error(f"{what} {at_once} times in a row soon after it was started")
             self.pass_on(signal.SIGTERM)
             return
-        _logger.warning(f"replica {number} has ended with status {code} and is started again")
+        _logger.warning(f"{what} and is started again")
         self.num_restarts += 1
         self.replicas[number] = self._start(number)
         self.replicas[number].at_once = at_once

@@ -72,6 +72,7 @@ class ElasticUpdate(Update):
         this = weakref.proxy(trainer)
         trainer.on_enter.append(enter)
         trainer.on_exit.append(leave)
+        trainer.on_idle.append(members.note_end)
 
     def __call__(self, trainer: Trainer, micro_batches: Sequence[Any]) -> Any:
         """Runs one update; see `Update`.

@@ -41,6 +41,9 @@ class FewMembers:
     def part(self, step: Callable[[], int], *, stopped: bool) -> None:
         pass
 
+    def note_end(self) -> None:
+        pass
+
     def leave(self) -> None:
         pass
 

@@ -316,6 +316,30 @@ def test_a_bad_number_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPa
         members.Members("http://127.0.0.1:1")
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["and ends", "and then begins another run"])
+def test_a_run_that_has_nothing_to_do_leaves_the_sign_of_its_end(
+    with_members: Callable[[FewMembers], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, again: bool
+) -> None:
+    """As where all replicas are started after the last update: by that file the launcher knows that nothing is left."""
+    with_members(FewMembers())
+    whole = make()
+    whole.run(loader(), max_epochs=2)
+    monkeypatch.setenv("IGNITE_TRAIN_ENDED", str(tmp_path / "ended"))
+    real = members.Members("http://127.0.0.1:1")
+    monkeypatch.setattr(real, "_connect", lambda: None)
+    monkeypatch.setattr(real, "renew", lambda step: None)
+    with_members(real)  # type: ignore[arg-type]  # the real ones
+    resumed = make()
+    resumed.load_state_dict(whole.state_dict())
+    resumed.run(loader(), max_epochs=2)
+
+    assert (tmp_path / "ended").exists()
+    if again:  # the sign of the run before must not be taken for that of this one
+        real.join(lambda: 0, lambda: torch.zeros(1), lambda content: None)
+        real.leave()
+        assert not (tmp_path / "ended").exists()
+
+
 def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ignite_train.elastic", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -353,6 +377,7 @@ def test_the_launcher_replaces_a_replica_that_was_stopped_or_killed(tmp_path: Pa
         "    first.touch()\n"
         "    os.kill(os.getpid(), signal.SIGSTOP if first.name == '0' else signal.SIGKILL)\n"
         "while not (first.parent / '0').exists() or not (first.parent / 'enough').exists(): time.sleep(0.01)\n"
+        "pathlib.Path(os.environ['IGNITE_TRAIN_ENDED']).touch()\n"
     )
     command = [sys.executable, "-S", "-c", script, str(tmp_path)]
     with ElasticLauncher(command, 2, hang_seconds=0.3) as launcher:
@@ -363,6 +388,55 @@ def test_the_launcher_replaces_a_replica_that_was_stopped_or_killed(tmp_path: Pa
             time.sleep(0.01)
         (tmp_path / "enough").touch()
         assert launcher.run() == 0
+
+
+@pytest.mark.parametrize(("makes", "restarts", "status"), [(1, 1, 0), (9, 2, 1)], ids=["once", "each time"])
+def test_the_launcher_replaces_a_replica_that_ends_well_before_the_last_update(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, makes: int, restarts: int, status: int
+) -> None:
+    """The others have not ended the run; where it does so again and again, they are ended, and the run has failed."""
+    pytest.importorskip("torchft", reason="elastic replicas need the extra ignite_train[elastic]")
+    from ignite_train.elastic import ElasticLauncher
+
+    script = (
+        "import os, sys, time, pathlib\n"
+        "directory, makes = pathlib.Path(sys.argv[1]), int(sys.argv[2])\n"
+        "if os.environ['IGNITE_TRAIN_REPLICA'] == '1':\n"
+        "    (directory / str(os.getpid())).touch()\n"
+        "    if len([*directory.iterdir()]) <= makes: sys.exit(0)\n"
+        "    pathlib.Path(os.environ['IGNITE_TRAIN_ENDED']).touch()\n"
+        "while not os.path.exists(os.environ['IGNITE_TRAIN_ENDED']): time.sleep(0.01)\n"
+    )
+    with ElasticLauncher([sys.executable, "-S", "-c", script, str(tmp_path), str(makes)], 2) as launcher:
+        deadline = time.monotonic() + 60
+        while not launcher.look():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert launcher.run() == (status and 128 + signal.SIGTERM)
+    assert launcher.num_restarts == restarts
+    line = "replica 1 has ended with status 0 before the last update"
+    assert [message for message in caplog.messages if message == f"{line} and is started again"] == caplog.messages[:restarts]
+    assert caplog.messages[restarts:] == [f"{line} 3 times in a row soon after it was started"] * status
+
+
+def test_the_launcher_fails_where_no_replica_has_ended_the_run(tmp_path: Path) -> None:
+    """Though each of them has ended well, as after a signal that their script takes for itself."""
+    pytest.importorskip("torchft", reason="elastic replicas need the extra ignite_train[elastic]")
+    from ignite_train.elastic import ElasticLauncher
+
+    script = (
+        "import os, signal, sys, time, pathlib\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        "(pathlib.Path(sys.argv[1]) / os.environ['IGNITE_TRAIN_REPLICA']).touch()\n"
+        "time.sleep(60)\n"
+    )
+    with ElasticLauncher([sys.executable, "-S", "-c", script, str(tmp_path)], 2) as launcher:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.iterdir())) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        launcher.pass_on(signal.SIGTERM)
+        assert launcher.run() == 1
 
 
 def test_the_launcher_passes_a_signal_on(tmp_path: Path) -> None:

@@ -203,6 +203,7 @@ def test_the_launcher_ends_a_replica_as_one(tmp_path: Path) -> None:
         "while not (directory / f'{1 - int(rank)}-{number}').exists(): time.sleep(0.01)\n"
         "if rank == str(number): os.kill(os.getpid(), [signal.SIGKILL, signal.SIGSTOP][number])\n"
         "while number < 2: time.sleep(0.01)\n"
+        "pathlib.Path(os.environ['IGNITE_TRAIN_ENDED']).touch()\n"
     )
     command = [sys.executable, "-S", "-c", script, str(tmp_path)]
     with ElasticLauncher(command, 1, num_ranks=2, hang_seconds=0.3) as launcher:
