@@ -132,7 +132,7 @@ class OuterOptimizer(Handler):
         trainer.prepend_event_handler(Events.STARTED, _Replica(self, trainer))
 
     def __call__(self, trainer: Trainer) -> None:  # noqa: ARG002
-        """A run begins: with no update since an outer step the weights are those that the model has now, as those loaded since."""
+        """A run begins: with no update since an outer step the weights are those that the model has now."""
         if self._num_updates == 0:
             self._keep_weights()
 

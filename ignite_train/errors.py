@@ -274,4 +274,7 @@ class FellBehindError(TrainingError, RuntimeError):
 
 
 class NoQuorumError(TrainingError, RuntimeError):
-    """Elastic replicas: the lighthouse cannot be reached, or has too few replicas for an update."""
+    """Elastic replicas: the lighthouse cannot be reached, or too few replicas ask it for an update.
+
+    At least as many as it was told must ask, and more than half of those that live.
+    """

@@ -67,8 +67,8 @@ class ElasticLauncher:
     """A lighthouse on this machine, which listens on loopback only, and replicas of one script.
 
     A replica is one process, or several ranks, which find one another by the environment variables that torchrun sets too. A
-    replica that ends before the last update, in whatever way, is started again and joins the others. One that was stopped, as by
-    SIGSTOP, for `hang_seconds` is killed (where Python can see it: not on macOS before Python 3.13). What happens to a rank
+    replica that ends before the last update, in whatever way, is started again and joins the others. One that was stopped, as
+    by SIGSTOP, for `hang_seconds` is killed (where Python can see it: not on macOS before Python 3.13). What happens to a rank
     counts for its replica, whose other ranks are killed. When the last update is made, no replica is started again, unless the
     script begins another run; when one has ended without an error then, the others have a minute to end. SIGINT and SIGTERM are
     passed on to all of them, and no replica is started again.

@@ -106,7 +106,7 @@ def _met_again(store: str, directory: str | None) -> list[float]:
         idist.finalize()
         meet(store, rank)
     trainer.run(share(), max_epochs=2)
-    return [*trainer.model.parameters()][0].flatten().tolist()
+    return next(trainer.model.parameters()).flatten().tolist()
 
 
 @pytest.mark.parametrize("saves", [False, True], ids=["alone", "with checkpoints"])
