@@ -216,7 +216,8 @@ class TrainState(_Carrying):
         batch: the group of this update: a list of micro-batches. With worker processes the later ones may still be on their
             way; they are waited for where they are asked for.
         forward_output: what `forward` returned for the running micro-batch; None outside of it.
-        update_output: the record of the latest update, set before GRADIENTS_READY; None before the first. In
+        update_output: the record of the latest update, set before GRADIENTS_READY; None before the first. Forward finds that of
+            the update before, also where it is run again; an update that an exception broke off before its step leaves it. In
             GRADIENTS_REDUCED it is the record so far, whose norm is of the gradients before handlers change them.
         output: what Ignite's handlers read: what `output_transform` made of `update_output`; by default the same object, and
             with `create_supervised_trainer` the loss. After a resume it is made of the record that was saved; it is None until

@@ -258,7 +258,8 @@ class RunData(Batches):
         if type(group) is ArrivingGroup:  # an abstract class is asked slowly
             group.waiting = self.waiting
         self._fetched, self.max_micro_batches = group, groups.max_micro_batches
-        self._requests.more_data, self._progress.micro_batches_before = groups.more, self._state.num_micro_batches
+        self._requests.more_data, state, progress = groups.more, self._state, self._progress
+        progress.micro_batches_before, progress.record_before = state.num_micro_batches, (state.update_output, state.output)
         return group
 
     def deal_again(self, position: Mapping[str, Any]) -> Sequence[Any]:
@@ -280,7 +281,8 @@ class RunData(Batches):
         self.max_micro_batches = self.grouping.max_micro_batches_of(group)
         if self.grouping.rules.none_is_empty:
             group = [micro_batch for micro_batch in group if micro_batch is not None]
-        self._fetched, self._progress.micro_batches_before = group, self._state.num_micro_batches
+        self._fetched, state, progress = group, self._state, self._progress
+        progress.micro_batches_before, progress.record_before = state.num_micro_batches, (state.update_output, state.output)
         return group
 
     def batch(self, given: Any) -> Sequence[Any]:

@@ -13,7 +13,7 @@ from ignite.engine import Events
 
 from ignite_train.arguments import describe_error
 from ignite_train.engine.dispatch import Dispatcher, call, entries
-from ignite_train.state import TrainState
+from ignite_train.state import TrainState, UpdateOutput
 
 __all__ = ["Batches", "Loop", "Progress", "RunProgress", "iterate_on_request"]
 
@@ -58,6 +58,7 @@ class Progress:
         ended: the latest run has come to the last of its closing events. One that is told to stop has yet to fire COMPLETED at
             TERMINATE, and after INTERRUPT.
         micro_batches_before: `state.num_micro_batches` before the running update.
+        record_before: `state.update_output` and `state.output` before the running update; not held once it has had its effect.
         warned: what was said in the log, warnings mostly, and is not said again.
     """
 
@@ -78,6 +79,7 @@ class Progress:
     interrupted: bool = False
     ended: bool = False
     micro_batches_before: int = 0
+    record_before: tuple[UpdateOutput | None, Any] = (None, None)
     warned: set[str] = field(default_factory=set)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_train.device.to_device import ToDevice
+from ignite_train.engine.loop import Progress
 from ignite_train.errors import ForwardContractError
 from ignite_train.forward import (
     OF_THIS_MICRO_BATCH,
@@ -75,6 +76,7 @@ class ForwardBackward:
         is_other: whether the running update has another forward than the trainer was made with.
         name: of the running update.
         awaits_size: whether the first loss scale is still to be found in the running update.
+        progress: of the trainer, whose loop has marked the record before the update.
     """
 
     model: nn.Module
@@ -91,6 +93,7 @@ class ForwardBackward:
     counts: bool = True
     engine: Engine | None = None
     awaits_size: bool = False
+    progress: Progress = field(default_factory=Progress)  # until a trainer gives its own
     is_other: bool = False
     name: str | None = None
     _is_looked_at: bool = False  # whether it does so in the running one, or forward is still looked at for mistakes
@@ -174,6 +177,17 @@ class ForwardBackward:
                 remedy = "gradients are switched off in this thread, so call torch.set_grad_enabled(True) before the run"
             raise ForwardContractError(f"the loss that forward returned has no graph; {remedy}")
         return loss if self.loss_scaling.scale == 1.0 else loss * self.loss_scaling.scale
+
+    @contextmanager
+    def run_again(self) -> Iterator[None]:
+        """Within it forward finds the record of the update before, as at first, and not that of the running one."""
+        state = self.state
+        now = state.update_output, state.output
+        state.update_output, state.output = self.progress.record_before
+        try:
+            yield
+        finally:
+            state.update_output, state.output = now
 
     def loss_without_wrapper(self, micro_batch: Any, index: int | None = None) -> Tensor:
         """The loss of a micro-batch that is run again, times the loss scale; `index` in the group, None for a placeholder."""

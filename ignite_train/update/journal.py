@@ -128,10 +128,10 @@ def _functions(parts: Sequence[Part], end: End) -> list[Callable[[], object]]:
 
 
 class Counters:
-    """The counters of the trainer's state, and whether its iteration has had its effect. Nothing else counts steps.
+    """The counters and the record in the trainer's state, and whether its iteration has had its effect. Nothing else counts steps.
 
     Attributes:
-        progress: of the trainer, whose loop has marked the number of micro-batches before the update.
+        progress: of the trainer, whose loop has marked the number of micro-batches and the record before the update.
     """
 
     def __init__(self, state: TrainState, ending: Ending) -> None:
@@ -141,12 +141,14 @@ class Counters:
         """Counts the update, once."""
         if self.progress.settled:
             return
-        self.progress.settled = True
+        self.progress.settled, self.progress.record_before = True, (None, None)
         if self._ending.applied:
             self._state.num_steps += 1
         else:
             self._state.num_skipped += 1
 
     def put_back(self) -> None:
-        """Forgets the micro-batches of an update that is repeated."""
-        self._state.num_micro_batches = self.progress.micro_batches_before
+        """Forgets the micro-batches of an update that is repeated, and its record."""
+        state, progress = self._state, self.progress
+        state.num_micro_batches = progress.micro_batches_before
+        state.update_output, state.output = progress.record_before

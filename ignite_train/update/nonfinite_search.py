@@ -104,8 +104,9 @@ class NonFiniteSearch:
         self.gradients.clear()
         # On several ranks each goes through its whole group: forward may have collectives that this library cannot see.
         in_step = collectives.world_size() > 1
-        found = find_nonfinite(passes.module, micro_batches, passes.loss_without_wrapper, all_of_them=in_step)
-        for _ in range(0 if self._crossing.forward_is_local else num_placeholders):
-            self._crossing.take_part(passes.loss_without_wrapper, torch.autograd.backward)
+        with passes.run_again():
+            found = find_nonfinite(passes.module, micro_batches, passes.loss_without_wrapper, all_of_them=in_step)
+            for _ in range(0 if self._crossing.forward_is_local else num_placeholders):
+                self._crossing.take_part(passes.loss_without_wrapper, torch.autograd.backward)
         self._forward_state.put_back(now)
         return found

@@ -210,7 +210,7 @@ class Update:
 
     def choose(self, trainer: Trainer) -> None:
         """See `Process`."""
-        self.parts.counters.progress = trainer.progress
+        self.parts.counters.progress = self.gather.passes.progress = trainer.progress
         self.gather.choose(trainer)
         self._is_shown = trainer.has_handlers(_GRADIENTS_READY)
         shows = self._is_shown or trainer.has_handlers(TrainEvents.OUT_OF_MEMORY)

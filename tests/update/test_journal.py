@@ -17,14 +17,15 @@ from ignite_train.model.step_watch import StepWatch
 from ignite_train.update.journal import End, Ending, Journal, Part
 
 # What is left of an update by each end: "kept" or "back", in the order of PARTS.
-PARTS = ("parameters", "buffers", "carried", "random", "num_micro_batches", "iteration", "num_steps", "num_skipped", "scale")
+COUNTERS = ("num_micro_batches", "iteration", "num_steps", "num_skipped")
+PARTS = ("parameters", "buffers", "carried", "random", *COUNTERS, "scale", "record", "output")
 TABLE: dict[End, Sequence[int]] = {
     # The loss scale grows at each step, and falls by an overflow.
-    End.STEPPED: (1, 1, 1, 1, 1, 1, 1, 0, 1),
-    End.SKIPPED: (0, 0, 0, 1, 1, 1, 0, 1, 1),
-    End.NO_SAMPLES: (0, 1, 1, 1, 1, 1, 0, 1, 0),
-    End.BROKEN_BEFORE: (0, 0, 0, 0, 0, 0, 0, 0, 0),
-    End.BROKEN_AFTER: (1, 1, 1, 1, 1, 1, 1, 0, 1),
+    End.STEPPED: (1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1),
+    End.SKIPPED: (0, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1),
+    End.NO_SAMPLES: (0, 1, 1, 1, 1, 1, 0, 1, 0, 1, 1),
+    End.BROKEN_BEFORE: (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    End.BROKEN_AFTER: (1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1),
 }
 
 
@@ -53,8 +54,9 @@ def look(trainer: Trainer, model: nn.Module) -> list[Any]:
     state = trainer.state
     parameters, buffers = ([one.tolist() for one in of()] for of in (model.parameters, model.buffers))
     counters = [state.num_micro_batches, state.iteration, state.num_steps, state.num_skipped]
+    records = state.update_output, state.output
     scale = trainer.process.state_dict()["loss_scaling"]["scale"]
-    return [parameters, buffers, state.carried.get("count", 0), torch.get_rng_state().tolist(), *counters, scale]
+    return [parameters, buffers, state.carried.get("count", 0), torch.get_rng_state().tolist(), *counters, scale, *records]
 
 
 @pytest.mark.parametrize("saves", [False, True], ids=["alone", "with a checkpoint"])
