@@ -71,7 +71,7 @@ class ForwardContractError(TrainingError, TypeError):
 
 
 class NoGradientError(TrainingError, RuntimeError):
-    """Backward left every parameter of the optimizer without a gradient."""
+    """Backward left every parameter of the optimizer without a gradient, or one that `DistributedDataParallel` waits for."""
 
 
 class SparseGradientError(TrainingError, ValueError):

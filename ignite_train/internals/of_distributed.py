@@ -6,6 +6,7 @@ documents.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = [
     "disarm_reducer",
     "forget_iteration",
     "has_cut_buckets",
+    "missing_in_reduction",
     "parameter_groups",
     "process_groups",
     "push_in_order_of_registration",
@@ -77,6 +79,12 @@ check_reducer_finished: Callable[[Any], None] = methodcaller("_check_reducer_fin
 disarm_reducer: Callable[[Any], None] = methodcaller("_reset_state")
 # Whether the final buckets are cut, as the next forward of DDP believes.
 has_cut_buckets: Callable[[DistributedDataParallel], bool] = attrgetter("_has_rebuilt_buckets")
+
+
+def missing_in_reduction(ddp: DistributedDataParallel, error: RuntimeError) -> list[nn.Parameter]:
+    """The parameters whose gradients the reducer waits for, by the error of `check_reducer_finished`; nothing else tells them."""
+    told = re.search(r"indices which did not receive grad for rank \d+:([ \d]*)", str(error))
+    return [reduced_parameters(ddp)[int(number)] for number in told[1].split()] if told else []
 
 
 def set_has_cut_buckets(ddp: DistributedDataParallel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import is_not
 from typing import Any
 
 import torch
@@ -11,9 +12,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from ignite_train.errors import NoGradientError
 from ignite_train.internals.of_distributed import (
+    check_reducer_finished,
     comm_hooks_of,
     has_cut_buckets,
+    missing_in_reduction,
     push_in_order_of_registration,
     rebuild_buckets,
     reduced_parameters,
@@ -23,6 +27,7 @@ from ignite_train.internals.of_torch import backward_hooks_of, call_at_end_of_ba
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.in_full import in_full
 from ignite_train.model.sparse_parameters import no_rows, sparse_parameters
+from ignite_train.ranks import collectives
 from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.first_buffers import FirstBuffers
 from ignite_train.ranks.messages import Outgoing
@@ -51,7 +56,10 @@ class DDPCrossing(Crossing):
         super().__init__(ddp.module if model is ddp else model)
         self._ddp = ddp
         self.averaged_over = torch.distributed.get_world_size(ddp.process_group)
-        self._unreduced = _frozen_when_wrapped(ddp)
+        self._frozen = {id(one): one for one in _frozen_when_wrapped(ddp)}
+        self._known = {id(one): one for one in ddp.module.parameters()}  # when DDP looked for what to reduce
+        self._stepped: list[nn.Parameter] = []  # those of the optimizers in the latest update
+        self._unreduced: list[nn.Parameter] = []  # those among them that DDP does not reduce
         self._has_order = False  # of the buckets
         self._first_buffers = FirstBuffers(ddp)
         for parameter in sparse_parameters(ddp.module):
@@ -111,23 +119,54 @@ class DDPCrossing(Crossing):
         queues its own when the last bucket is full.
 
         Raises:
-            ValueError: a parameter is trained that was frozen when DDP looked for what to reduce.
+            ValueError: a parameter is trained that was frozen, or was not there, when DDP looked for what to reduce.
         """
-        if any(parameter.requires_grad for parameter in self._unreduced):
-            self._refuse_unreduced(gradients)
+        stepped = gradients.parameters()
+        if len(stepped) != len(self._stepped) or any(map(is_not, stepped, self._stepped)):
+            self._stepped = stepped
+            self._unreduced = [one for one in stepped if id(one) in self._frozen or id(one) not in self._known]
+        for parameter in self._unreduced:
+            if parameter.requires_grad:
+                raise self._unreduced_error(gradients.name(parameter), was_there=id(parameter) in self._known)
         statistics.start(*outgoing)
         if loss.requires_grad:
             loss.register_hook(lambda _: call_at_end_of_backward(gradients.separate))  # type: ignore[no-untyped-call]
 
-    def _refuse_unreduced(self, gradients: Gradients) -> None:
-        trained = {*map(id, gradients.parameters())}
-        for parameter in self._unreduced:
-            if parameter.requires_grad and id(parameter) in trained:
-                raise ValueError(
-                    f"model must be wrapped in DistributedDataParallel before {gradients.name(parameter)} is frozen, got it "
-                    "frozen then and trained now, where each rank would keep its own gradient; freeze it after wrapping, or "
-                    "attach Freeze"
-                )
+    def finish(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor | None:
+        """The norm, if DDP has reduced. Otherwise this rank must not go on to its next collective: others may be in this one.
+
+        Raises:
+            NoGradientError: some parameter got no gradient in the last backward, on this rank at least, so that DDP waits for it.
+        """
+        reducer = vars(self._ddp).get("reducer")
+        if reducer is not None:
+            try:
+                check_reducer_finished(reducer)
+            except RuntimeError as error:
+                raise self._unfinished_error(gradients, error) from None
+        return super().finish(outgoing, statistics, gradients)
+
+    def _unfinished_error(self, gradients: Gradients, error: RuntimeError) -> NoGradientError:
+        missing = [gradients.name(parameter) for parameter in missing_in_reduction(self._ddp, error)] or ["some parameter"]
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        return NoGradientError(
+            f"the last backward must give each parameter in DistributedDataParallel a gradient, got none of "
+            f"{', '.join(missing[:3])}{more} on rank {collectives.rank()}, so that no gradient is the mean of all ranks; wrap the "
+            "model with find_unused_parameters=True if its forward does not use them, or pass the module inside with "
+            "options=UpdateOptions(reduction='explicit') if only the loss does not"
+        )
+
+    def _unreduced_error(self, name: str, *, was_there: bool) -> ValueError:
+        if was_there:
+            return ValueError(
+                f"model must be wrapped in DistributedDataParallel before {name} is frozen, got it frozen then and trained now, "
+                "where each rank would keep its own gradient; freeze it after wrapping, or attach Freeze"
+            )
+        return ValueError(
+            f"model must be wrapped in DistributedDataParallel when it has all of its parameters, got {name} in the optimizer, "
+            "which came later, so that each rank would keep its own gradient; wrap the model again and make another trainer, or "
+            "pass the module inside with options=UpdateOptions(reduction='explicit')"
+        )
 
 
 def _frozen_when_wrapped(ddp: DistributedDataParallel) -> list[nn.Parameter]:

@@ -134,7 +134,8 @@ class ClosureStep:
         self._stepped |= {id(one): one for one in self._gradients.parameters() if one.grad is not None}
         self._gradients.clear()
         is_written = written_into([*micro_batches])
-        with torch.enable_grad(), self.gather.passes.run_again(), self._as_the_first():  # optimizers switch gradients off around their step
+        # Optimizers switch gradients off around their step.
+        with torch.enable_grad(), self.gather.passes.run_again(), self._as_the_first():
             self.gather.again(outgoing, micro_batches, 0 if self._replays else evaluation)
         if is_written():
             raise writing_error("closure=True runs forward on each micro-batch several times")

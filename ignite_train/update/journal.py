@@ -128,7 +128,9 @@ def _functions(parts: Sequence[Part], end: End) -> list[Callable[[], object]]:
 
 
 class Counters:
-    """The counters and the record in the trainer's state, and whether its iteration has had its effect. Nothing else counts steps.
+    """The counters and the record in the trainer's state, and whether its iteration has had its effect.
+
+    Nothing else counts steps.
 
     Attributes:
         progress: of the trainer, whose loop has marked the number of micro-batches and the record before the update.

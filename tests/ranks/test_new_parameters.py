@@ -52,6 +52,49 @@ def grow(way: str, alike: bool) -> tuple[str, list[list[float]]]:
     return error, [parameter.flatten().tolist() for parameter in model.parameters()]
 
 
+def late(kind: str) -> tuple[list[str], list[list[float]]]:
+    """What is said of a layer that comes, or is made anew, after wrapping for torch's hooks; and the weights of before."""
+    model = nn.Sequential(layer(0, 3), layer(1, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    wrapped, options = DistributedDataParallel(model, find_unused_parameters=True), UpdateOptions(reduction="ddp")
+    trainer, errors = create_trainer(wrapped, optimizer, forward, options=options), list[str]()
+    data = samples(idist.get_rank())
+    trainer.update([data[0]])
+    if kind == "added":
+        model.append(layer(2, 1))
+        optimizer.add_param_group({"params": [*model[2].parameters()]})
+    elif kind == "parametrised":
+        nn.utils.parametrizations.weight_norm(model[1])
+        optimizer.add_param_group({"params": [*model[1].parametrizations.parameters()]})  # type: ignore[union-attr, operator]
+    else:
+        model[1] = layer(2, 3)
+        optimizer.param_groups[0]["params"][2:] = [*model[1].parameters()]
+    before = [parameter.flatten().tolist() for parameter in model.parameters()]
+    for x in data[1:3]:
+        try:
+            trainer.update([x])
+        except ValueError as raised:
+            errors.append(str(raised).partition(", which came")[0])
+    assert before == [parameter.flatten().tolist() for parameter in model.parameters()]
+    return errors, before
+
+
+NAMES = {"added": "'2.weight'", "parametrised": "'1.parametrizations.weight.original0'", "replaced": "'1.weight'"}
+
+
+@pytest.mark.slow
+def test_parameters_that_torch_does_not_reduce_are_refused_by_name() -> None:
+    """In each update, on all ranks, before the step: each rank would step along its own gradient."""
+    for outcomes in run_ranks(late_in_all_ways):
+        for name, (errors, _) in zip(NAMES.values(), outcomes, strict=True):
+            says = f"when it has all of its parameters, got {name} in the optimizer"
+            assert errors == [f"model must be wrapped in DistributedDataParallel {says}"] * 2
+
+
+def late_in_all_ways() -> list[tuple[list[str], list[list[float]]]]:
+    return [late(kind) for kind in NAMES]
+
+
 def by_hand(num_updates: int) -> list[list[float]]:
     model = nn.Sequential(layer(0, 3))
     for update in range(num_updates):
