@@ -325,7 +325,10 @@ def check_module(path: str, name: str, current: Mapping[str, Any], saved: Mappin
         {key: form if isinstance(form := form_of(value), TensorForm) else _Word.NO_TENSOR for key, value in state.items()}
         for state in (saved, current)
     )
-    _refuse(path, name, differences(there, here), f"build the {name} that was saved")
+    found, remedy = [*differences(there, here)], f"build the {name} that was saved"
+    if any(isinstance(one.here, TensorForm) and isinstance(one.saved, TensorForm) and 0 in one.here.shape for one in found):
+        remedy += ", and run its forward once before create_trainer, since buffers that are empty here get their shape there"
+    _refuse(path, name, found, remedy)
 
 
 def check_tied(path: str, name: str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -82,7 +82,7 @@ has_cut_buckets: Callable[[DistributedDataParallel], bool] = attrgetter("_has_re
 
 
 def missing_in_reduction(ddp: DistributedDataParallel, error: RuntimeError) -> list[nn.Parameter]:
-    """The parameters whose gradients the reducer waits for, by the error of `check_reducer_finished`; nothing else tells them."""
+    """The parameters whose gradients the reducer waits for, which nothing but the error of `check_reducer_finished` tells."""
     told = re.search(r"indices which did not receive grad for rank \d+:([ \d]*)", str(error))
     return [reduced_parameters(ddp)[int(number)] for number in told[1].split()] if told else []
 

@@ -133,10 +133,10 @@ class DDPCrossing(Crossing):
             loss.register_hook(lambda _: call_at_end_of_backward(gradients.separate))  # type: ignore[no-untyped-call]
 
     def finish(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor | None:
-        """The norm, if DDP has reduced. Otherwise this rank must not go on to its next collective: others may be in this one.
+        """The norm, if DDP has reduced. Otherwise this rank must not begin its next collective: others may be in this one.
 
         Raises:
-            NoGradientError: some parameter got no gradient in the last backward, on this rank at least, so that DDP waits for it.
+            NoGradientError: some parameter got no gradient in the last backward on this rank, so that DDP waits for it.
         """
         reducer = vars(self._ddp).get("reducer")
         if reducer is not None:
@@ -151,21 +151,21 @@ class DDPCrossing(Crossing):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         return NoGradientError(
             f"the last backward must give each parameter in DistributedDataParallel a gradient, got none of "
-            f"{', '.join(missing[:3])}{more} on rank {collectives.rank()}, so that no gradient is the mean of all ranks; wrap the "
-            "model with find_unused_parameters=True if its forward does not use them, or pass the module inside with "
+            f"{', '.join(missing[:3])}{more} on rank {collectives.rank()}, so that no gradient is the mean of all ranks; wrap "
+            "the model with find_unused_parameters=True if its forward does not use them, or pass the module inside with "
             "options=UpdateOptions(reduction='explicit') if only the loss does not"
         )
 
     def _unreduced_error(self, name: str, *, was_there: bool) -> ValueError:
         if was_there:
             return ValueError(
-                f"model must be wrapped in DistributedDataParallel before {name} is frozen, got it frozen then and trained now, "
-                "where each rank would keep its own gradient; freeze it after wrapping, or attach Freeze"
+                f"model must be wrapped in DistributedDataParallel before {name} is frozen, got it frozen then and trained "
+                "now, where each rank would keep its own gradient; freeze it after wrapping, or attach Freeze"
             )
         return ValueError(
             f"model must be wrapped in DistributedDataParallel when it has all of its parameters, got {name} in the optimizer, "
-            "which came later, so that each rank would keep its own gradient; wrap the model again and make another trainer, or "
-            "pass the module inside with options=UpdateOptions(reduction='explicit')"
+            "which came later, so that each rank would keep its own gradient; wrap the model again and make another trainer, "
+            "or pass the module inside with options=UpdateOptions(reduction='explicit')"
         )
 
 

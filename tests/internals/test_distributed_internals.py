@@ -143,13 +143,14 @@ def both(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def unfinished_reducer() -> bool:
-    """A reducer that waits for gradients of which backward makes none raises the error that the next forward would raise."""
+    """A reducer that waits for gradients that backward does not make raises the error of the next forward, and names them."""
     ddp = DistributedDataParallel(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)]))
     ddp.module.forward = lambda x: ddp.module[0](x)  # type: ignore[method-assign, assignment]
     ddp(torch.ones(1, 1)).sum().backward()
-    with pytest.raises(RuntimeError, match="finished reduction"):
+    with pytest.raises(RuntimeError, match="finished reduction") as raised:
         of_distributed.check_reducer_finished(ddp.reducer)
-    return True
+    missing = of_distributed.missing_in_reduction(ddp, raised.value)
+    return [*map(id, missing)] == [*map(id, ddp.module[1].parameters())]
 
 
 def groups_of_fsdp() -> bool:
@@ -200,7 +201,7 @@ PARTS: dict[Callable[[], bool], tuple[str, ...]] = {
     cut_buckets: ("push_in_order_of_registration", "rebuild_buckets", "set_has_cut_buckets"),
     cut_by_ddp: ("has_cut_buckets",),
     disarmed_reducer: ("disarm_reducer",),
-    unfinished_reducer: ("check_reducer_finished",),
+    unfinished_reducer: ("check_reducer_finished", "missing_in_reduction"),
     groups_of_fsdp: ("parameter_groups",),
     forgotten_iteration: ("forget_iteration",),
 }
