@@ -12,7 +12,7 @@ from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._C import _distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -38,6 +38,7 @@ __all__ = [
     "sequence_number_of",
     "set_has_cut_buckets",
     "sync_buffers",
+    "whole_parameters",
 ]
 
 # --- process groups and meshes ---
@@ -104,6 +105,12 @@ def parameter_groups(root: nn.Module) -> list[Any]:
     return [group for group in found if group is not None]
 
 
+def whole_parameters(groups: Sequence[Any]) -> list[nn.Parameter]:
+    """The parameters of these groups as forward and backward have them, without those that were never gathered."""
+    found = [vars(parameter).get("_unsharded_param") for group in groups for parameter in group.fsdp_params]
+    return [whole for whole in found if whole is not None]
+
+
 def forget_iteration(root: nn.Module) -> None:
     """Has FSDP2 forget a forward or backward that was broken off, and the gradients that wait for their reduction.
 
@@ -117,9 +124,8 @@ def forget_iteration(root: nn.Module) -> None:
         for parameter in group.fsdp_params:
             if "unsharded_accumulated_grad" in vars(parameter):  # from torch 2.15 on it is the gradient below
                 parameter.unsharded_accumulated_grad = None
-            whole: Tensor | None = vars(parameter).get("_unsharded_param")
-            if whole is not None:  # or else it was never gathered
-                whole.grad = None
+    for whole in whole_parameters(parameter_groups(root)):
+        whole.grad = None
 
 
 def _states(root: nn.Module) -> list[Any]:

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from ignite_train.device.to_host import is_on_host
 from ignite_train.errors import GradientAccessError, NoGradientError
+from ignite_train.internals.of_distributed import parameter_groups, whole_parameters
 from ignite_train.internals.of_torch import foreach_mul_, foreach_norm
-from ignite_train.model.memory_layout import is_dense
+from ignite_train.model.memory_layout import is_dense, local_part
 from ignite_train.model.optimizers import Optimizers
 from ignite_train.model.sparse_parameters import sparse_gradient_values, sparse_parameters
 
@@ -77,6 +78,7 @@ class Gradients:
         self._optimizer = optimizer
         self._model = model
         self._sparse = {*sparse_parameters(model)}
+        self._sharded = parameter_groups(model)  # by FSDP2, which keeps whole gradients for itself until it reduces them
         self._mean_factor: float | None = None  # while they may be read: what they are multiplied by to become the mean
         self.kinds: set[tuple[torch.device, torch.dtype]] = set()
         self.count = 0
@@ -128,22 +130,27 @@ class Gradients:
 
         Backward hands one tensor to two parameters where their gradients are equal, as those of the terms of a sum may be, and
         views of it to the parts of a `cat`. What then adds to one of them in place, or scales it, would do so to the other too:
-        torch's own accumulation and `clip_grad_norm_` do. Sharded and sparse gradients are left alone.
+        torch's own accumulation and `clip_grad_norm_` do. With `fully_shard` these are the whole gradients, which FSDP2 has
+        inside until it reduces them; the shards lie apart. Sparse gradients are left alone.
         """
-        found = self._of_each_parameter()
+        found = self._left_by_backward()
         if len(found) == len(self._apart) and all(map(is_, found, self._apart)):
             return  # backward has added to them in place
         self._apart = found
-        existing = found
+        existing = parts = found
         if self._sparse or any(map(is_not, map(type, found), _TENSOR)):
-            existing = [gradient for gradient in found if gradient is not None and _is_plain(gradient)]
-        if not share_memory(existing):
+            existing, parts = _with_memory(found)
+        if not share_memory(parts):
             return
-        copied = {id(existing[index]) for index in sharing_memory(existing)}
-        for parameter in self.parameters():
+        copied = {id(existing[index]) for index in sharing_memory(parts)}
+        for parameter in whole_parameters(self._sharded) if self._sharded else self.parameters():
             if parameter.grad is not None and id(parameter.grad) in copied:
                 parameter.grad = parameter.grad.clone()
-        self._apart = self._of_each_parameter()
+        self._apart = self._left_by_backward()
+
+    def let_go(self) -> None:
+        """Keeps no gradient in memory for the next `separate`, where FSDP2 frees whole gradients in the backward before it."""
+        self._apart = []
 
     def detach(self) -> None:
         """Cuts the graphs that `create_graph=True` leaves on gradients, so that the next micro-batch does not grow them."""
@@ -290,6 +297,10 @@ class Gradients:
             found += map(_GRADIENT, group["params"])
         return found
 
+    def _left_by_backward(self) -> list[Any]:
+        """The same of those that the next backward adds to in place."""
+        return [*map(_GRADIENT, whole_parameters(self._sharded))] if self._sharded else self._of_each_parameter()
+
     def _existing(self) -> list[Tensor]:
         found = self._of_each_parameter()
         return [gradient for gradient in found if gradient is not None] if any(map(is_, found, _NOTHING)) else found
@@ -346,8 +357,12 @@ def _factors(factor: float) -> list[float]:
     return [*parts, factor]
 
 
-def _is_plain(gradient: Tensor) -> bool:
-    return type(gradient) is Tensor and gradient.layout is torch.strided
+def _with_memory(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+    """Those that have memory of their own to compare, and of each the part that this rank holds."""
+    with torch.no_grad():
+        existing = [(gradient, local_part(gradient)) for gradient in gradients if gradient is not None]
+    plain = [(gradient, part) for gradient, part in existing if type(part) is Tensor and part.layout is torch.strided]
+    return [gradient for gradient, _ in plain], [part for _, part in plain]
 
 
 def _by_kind(gradients: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:

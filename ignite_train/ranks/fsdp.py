@@ -20,8 +20,9 @@ from ignite_train.ranks import collectives
 from ignite_train.ranks.data_ranks import DataRanks
 from ignite_train.ranks.digest_words import differ, differ_on_device, digest_words, with_squares
 from ignite_train.ranks.mesh import MeshCrossing
-from ignite_train.ranks.messages import Piggyback
+from ignite_train.ranks.messages import Outgoing, Piggyback
 from ignite_train.ranks.placeholders import Placeholders
+from ignite_train.ranks.statistics import Statistics
 
 __all__ = ["FSDPCrossing", "SameParameters", "check_sharding", "spans_all_ranks"]
 
@@ -68,6 +69,10 @@ class FSDPCrossing(MeshCrossing):
         if self._in_each:
             return self._noting()
         return nullcontext() if last else self._unsynchronised()
+
+    def start(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients, loss: Tensor) -> None:  # noqa: ARG002
+        """Sends nothing yet: the last backward begins, which frees each whole gradient once it is reduced."""
+        gradients.let_go()
 
     @contextmanager
     def _noting(self) -> Iterator[None]:

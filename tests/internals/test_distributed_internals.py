@@ -164,6 +164,18 @@ def groups_of_fsdp() -> bool:
     )
 
 
+def whole_parameters_of_fsdp() -> bool:
+    """Once gathered they have the whole shape, and after a backward that reduces nothing the gradient of this rank."""
+    layer = nn.Linear(4, 2)
+    fully_shard(layer, mesh=on_cpu())
+    groups = of_distributed.parameter_groups(layer)
+    before = of_distributed.whole_parameters(groups)
+    layer.set_requires_gradient_sync(False)
+    layer(torch.ones(3, 4)).sum().backward()
+    weight, bias = of_distributed.whole_parameters(groups)
+    return before == [] and weight.shape == (2, 4) and bias.grad is not None and bias.grad.tolist() == [3.0, 3.0]
+
+
 def forgotten_iteration() -> bool:
     """After a backward that left whole gradients on this rank, and a forward without one, the next update is as the first."""
     torch.manual_seed(0)
@@ -203,6 +215,7 @@ PARTS: dict[Callable[[], bool], tuple[str, ...]] = {
     disarmed_reducer: ("disarm_reducer",),
     unfinished_reducer: ("check_reducer_finished", "missing_in_reduction"),
     groups_of_fsdp: ("parameter_groups",),
+    whole_parameters_of_fsdp: ("whole_parameters",),
     forgotten_iteration: ("forget_iteration",),
 }
 

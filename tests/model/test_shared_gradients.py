@@ -9,11 +9,14 @@ import ignite.distributed as idist
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train import ForwardOutput, UpdateOptions, create_trainer
 from ignite_train.model.gradients import share_memory, sharing_memory
-from ranks import run_ranks
+from ranks import Ranks, run_ranks
 from tiers import slow
 
 X = torch.arange(12.0, dtype=torch.float64).reshape(4, 3) / 10
@@ -165,6 +168,60 @@ def test_ranks_may_use_the_terms_of_a_sum_differently(way: str, steps: int, fact
     assert first == second
     for name, value in after.items():
         torch.testing.assert_close(torch.tensor(first[name], dtype=torch.float64), value, rtol=1e-12, atol=0)
+
+
+class LocalTerms(Terms):
+    """The same, where c and d may be DTensors, which torch does not add to a plain x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        terms = self.c[None] + self.d[None]
+        return (terms.to_local() if isinstance(terms, DTensor) else terms) + x
+
+
+def _on_a_mesh(kinds: str, shape: tuple[int, int], steps: int, each: bool) -> dict[str, list[float]]:
+    """Two updates of whole parameters, of shards, or of shards of DTensors; the parameters after them."""
+    model, mesh = LocalTerms(), init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    if "replicated" in kinds:
+        for name in "cd":
+            whole = distribute_tensor(model.get_parameter(name).detach(), mesh["tp"], [Replicate()])
+            model.register_parameter(name, nn.Parameter(whole))
+    if "sharded" in kinds:
+        fully_shard(model, mesh=mesh["dp"])
+    trainer = create_trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=RATE),
+        forward,
+        accumulation_steps=steps,
+        options=UpdateOptions(data_dims=("dp",), reduce_each_micro_batch=each),
+    )
+    trainer.run(list((X + mesh.get_local_rank("dp")).split(len(X) // steps)), max_epochs=2)
+    return {name: one.full_tensor().tolist() for name, one in model.named_parameters() if isinstance(one, DTensor)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kinds", "shape", "each"),
+    [
+        ("replicated", (1, 2), False),
+        ("replicated", (2, 1), False),
+        ("sharded", (2, 1), False),
+        ("sharded", (2, 1), True),
+        ("replicated and sharded", (2, 1), False),
+    ],
+)
+def test_each_is_counted_once_on_a_mesh(kinds: str, shape: tuple[int, int], each: bool) -> None:
+    """FSDP2 accumulates whole gradients inside, and what makes the mean scales the parts of DTensors in place."""
+    with Ranks() as ranks:
+        for steps in (1, 2, 4):
+            with torch.no_grad():
+                c, d = (parameter.detach() for parameter in Terms().parameters())
+                for _ in range(2):
+                    sums = [2 * (c + d + X + rank).sum(0) for rank in range(shape[0])]
+                    gradient = sum(sums) / (len(X) * len(sums))
+                    c, d = c - RATE * gradient, d - RATE * gradient
+            for found in ranks.run(_on_a_mesh, kinds, shape, steps, each):
+                for name, value in {"c": c, "d": d}.items():
+                    torch.testing.assert_close(torch.tensor(found[name], dtype=torch.float64), value, rtol=1e-12, atol=0)
 
 
 def test_which_of_them_share_memory() -> None:
