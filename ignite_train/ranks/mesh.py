@@ -14,15 +14,15 @@ from torch.distributed.tensor import DTensor
 from ignite_train.model.gradients import Gradients, may_trust_norm
 from ignite_train.model.memory_layout import gradient_dtype, local_part
 from ignite_train.ranks import collectives
+from ignite_train.ranks.begin_alike import begin_alike
 from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.data_ranks import DataRanks
 from ignite_train.ranks.messages import Outgoing, Piggyback
 from ignite_train.ranks.placeholders import Placeholders
 from ignite_train.ranks.replicas import buckets
-from ignite_train.ranks.root_mesh import copies, missing_dims, names_of
+from ignite_train.ranks.root_mesh import copies, missing_dims, names_of, refuse_unordered_meshes
 from ignite_train.ranks.same_micro_batches import SameMicroBatches
 from ignite_train.ranks.statistics import Statistics
-from ignite_train.ranks.unlike_ranks import refuse_unlike_models
 
 __all__ = ["MeshCrossing", "join_parts", "split_parts"]
 
@@ -56,8 +56,9 @@ class MeshCrossing(Crossing):
         self._same_micro_batches = SameMicroBatches(data_ranks) if len(data_ranks.groups[0]) > 1 else None
         self._plan: list[tuple[tuple[str, ...], list[nn.Parameter]]] = []
         self._planned: list[tuple[nn.Parameter, torch.dtype]] = []
-        if data_ranks.mesh is not None:
-            _begin_alike(model, data_ranks)
+        if collectives.world_size() > 1:
+            refuse_unordered_meshes(model)
+            begin_alike(model)
 
     def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:
         """As many as the rank with the most micro-batches has more: all run the same number of forwards.
@@ -175,18 +176,3 @@ def _with_local(parameter: nn.Parameter, values: Tensor) -> Tensor:
         values, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
     return gradient
-
-
-def _begin_alike(model: nn.Module, data_ranks: DataRanks) -> None:
-    """Gives parameters and buffers to all ranks that hold the same part, from the first of them. Collective.
-
-    Raises:
-        ValueError: the model is not the same on all ranks, as where each has a stage of a pipeline.
-    """
-    refuse_unlike_models(model)
-    mesh = data_ranks.mesh
-    assert mesh is not None  # noqa: S101  # without one there is nothing to do
-    names = names_of(mesh)
-    for tensor in (*model.parameters(), *model.buffers()):
-        for name in missing_dims(tensor, mesh, names):
-            collectives.broadcast(local_part(tensor.detach()), mesh.get_group(names.index(name)))

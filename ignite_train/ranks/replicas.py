@@ -20,12 +20,12 @@ from ignite_train.model.gradients import Gradients
 from ignite_train.model.memory_layout import as_gradient_of, gradient_dtype
 from ignite_train.model.sparse_parameters import sparse_parameters
 from ignite_train.ranks import collectives
+from ignite_train.ranks.begin_alike import begin_alike
 from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.first_buffers import FirstBuffers, has_buffer_hook
 from ignite_train.ranks.messages import Outgoing
 from ignite_train.ranks.sparse_rows import SparseRows
 from ignite_train.ranks.statistics import Statistics
-from ignite_train.ranks.unlike_ranks import refuse_unlike_models
 
 __all__ = ["LocalCrossing", "ReplicasCrossing", "SmallReplicasCrossing", "buckets", "mean_over_ranks", "unflatten"]
 
@@ -53,7 +53,7 @@ class ReplicasCrossing(Crossing):
     def __init__(self, model: nn.Module, *, synchronise: bool = True) -> None:
         super().__init__(model)
         if synchronise:
-            _begin_alike(model)
+            begin_alike(model)
         self._sparse: SparseRows | None = None
         self._buckets: tuple[tuple[nn.Parameter, ...], ...] = ()
         self._tail: tuple[nn.Parameter, ...] = ()  # whose gradients travel beside the statistics
@@ -220,7 +220,7 @@ class LocalCrossing(Crossing):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        _begin_alike(model)
+        begin_alike(model)
 
     def finish(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:  # noqa: ARG002
         """Sends the statistics. The norm is a placeholder: each rank has its own, which `LocalUpdate` takes and sends."""
@@ -264,17 +264,6 @@ def mean_over_ranks(tensors: Sequence[Tensor]) -> None:
             parts = torch.split(flat.div_(world_size), [tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
-
-
-def _begin_alike(model: nn.Module) -> None:
-    """Gives parameters and buffers of rank 0 to all ranks. Collective.
-
-    Raises:
-        ValueError: the model is not the same on all ranks.
-    """
-    refuse_unlike_models(model)
-    for tensor in chain(model.parameters(), model.buffers()):
-        collectives.broadcast(tensor)
 
 
 def _flatten(parameters: tuple[nn.Parameter, ...]) -> Tensor:

@@ -10,14 +10,14 @@ import math
 from collections.abc import Iterable
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ignite_train.internals.of_distributed import root_mesh_of
 from ignite_train.ranks import collectives
 
-__all__ = ["copies", "is_first_holder", "missing_dims", "names_of", "part_and_copy", "root_mesh"]
+__all__ = ["copies", "is_first_holder", "missing_dims", "names_of", "part_and_copy", "refuse_unordered_meshes", "root_mesh"]
 
 
 def root_mesh(tensor: DTensor) -> DeviceMesh:
@@ -37,6 +37,34 @@ def missing_dims(tensor: Tensor, root: DeviceMesh, names: Iterable[str]) -> tupl
     own = {*tensor.device_mesh.mesh.flatten().tolist()}
     known = names_of(root)
     return tuple(name for name in names if not own.issuperset(dist.get_process_group_ranks(root.get_group(known.index(name)))))
+
+
+def refuse_unordered_meshes(model: nn.Module) -> None:
+    """Sees to it that the parts of each DTensor lie in the order in which torch gathers them. Collective.
+
+    The place of a part in a checkpoint is that of the rank in the mesh, but torch sends parts in increasing order of the ranks.
+
+    Raises:
+        ValueError: on some rank these differ; on all ranks alike.
+    """
+    named = (*model.named_parameters(), *model.named_buffers())
+    here = next((name for name, tensor in named if _is_unordered(tensor)), None)
+    unordered = next(filter(None, collectives.gather_objects(here)), None)
+    if unordered is not None:
+        raise ValueError(
+            f"model must be split over a mesh whose ranks increase along each dimension, got {unordered!r} on one whose ranks "
+            "do not, where a checkpoint would have its parts in another order; make the mesh by init_device_mesh, or sort the "
+            "ranks of each row and column"
+        )
+
+
+def _is_unordered(tensor: Tensor) -> bool:
+    """Whether this rank's place in the mesh of a tensor is another than among the ranks, along a dimension that splits it."""
+    if not isinstance(tensor, DTensor):
+        return False
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate() or ()
+    places = zip(tensor.placements, coordinate, mesh.get_all_groups(), strict=False)  # no place outside of the mesh
+    return any(dist.get_rank(group) != place for placement, place, group in places if not placement.is_replicate())
 
 
 def copies(tensor: Tensor) -> int:
