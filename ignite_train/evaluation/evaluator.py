@@ -78,7 +78,8 @@ class Evaluator(Loop):
         super().__init__(_evaluate)
         self.state = EvaluatorState()
         self.model = unwrap(model)
-        self._data_dims, self.data_ranks = data_dims, data_ranks_of_any(model, data_dims)
+        self._find_data_ranks = partial(data_ranks_of_any, self.model, data_dims, option="data_dims={}")
+        self.data_ranks = self._find_data_ranks()
         this = weakref.proxy(self)
         self.forward, self.first_look = bind_forward(forward, lambda: this.state), FirstLook()
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -140,7 +141,7 @@ class Evaluator(Loop):
         self.state.max_epochs = 1
         self.progress.epoch_open = False
         self._forward_state = ForwardState(self.model, self.state.carried)
-        self.data_ranks = data_ranks_of_any(self.model, self._data_dims)  # it may be made before the process group, or after
+        self.data_ranks = self._find_data_ranks()  # it may be made before the process group, or after
         self.statistics = Statistics(
             self.statistics.device, counts=self.data_ranks.counts
         )  # without the logs of another run, which would be published as 0

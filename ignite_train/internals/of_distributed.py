@@ -14,18 +14,21 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch._C import _distributed_c10d
+from torch.distributed._composable.replicate import DDP as _ReplicatedByHooks  # noqa: N811
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
     "DDP_FORWARD",
+    "ReplicatedByHooks",
     "TCPStore",
     "check_reducer_finished",
     "comm_hooks_of",
     "default_store",
     "disarm_reducer",
     "forget_iteration",
+    "grouped_parameters",
     "has_cut_buckets",
     "missing_in_reduction",
     "parameter_groups",
@@ -65,6 +68,8 @@ sequence_number_of: Callable[[Any], int] = methodcaller("_get_sequence_number_fo
 
 # The function of DDP that calls the module inside, as it is called in a traceback.
 DDP_FORWARD = "_run_ddp_forward"
+# What the older `replicate` of torch makes of the class of a module, which keeps its wrapper to itself.
+ReplicatedByHooks: type[Any] = _ReplicatedByHooks
 # Gives the buffers of rank 0 to all. Publicly a forward does so, each time that it is called.
 sync_buffers: Callable[[DistributedDataParallel], None] = methodcaller("_sync_buffers")
 # The communication hooks that were registered, with their states; the public method registers and does not tell.
@@ -103,6 +108,17 @@ def parameter_groups(root: nn.Module) -> list[Any]:
         groups = vars(state).get("_fsdp_param_groups")
         found += [state._fsdp_param_group] if groups is None else groups
     return [group for group in found if group is not None]
+
+
+def grouped_parameters(root: nn.Module) -> list[nn.Parameter]:
+    """The parameters of all groups as their modules have them now; a tied one once for each module."""
+    found: list[nn.Parameter] = []
+    for group in parameter_groups(root):
+        for parameter in group.fsdp_params:
+            info = parameter._module_info
+            places = zip([info.module, *info.shared_modules], [info.param_name, *info.shared_param_names], strict=True)
+            found += [getattr(module, name) for module, name in places]
+    return found
 
 
 def whole_parameters(groups: Sequence[Any]) -> list[nn.Parameter]:

@@ -62,13 +62,14 @@ def checked_data_dims(data_dims: object) -> tuple[str, ...] | None:
     return tuple(data_dims)
 
 
-def data_ranks_of(model: nn.Module, data_dims: Sequence[str] | None, *, all_differ: bool) -> DataRanks:
+def data_ranks_of(model: nn.Module, data_dims: Sequence[str] | None, *, all_differ: bool, option: str) -> DataRanks:
     """Finds the data ranks of a model.
 
     Args:
         model: some of its parameters are DTensors; or none, and then each rank is a data rank.
         data_dims: the names of the mesh dimensions over which samples differ; None where they can be found.
         all_differ: whether the model is sharded by `fully_shard` alone, over all ranks: samples differ over all of these.
+        option: how `data_dims` is passed, for an error, with `{}` for its value.
 
     Raises:
         ValueError: `data_dims` is missing, or has a name that is not one of the mesh; or a mesh does not hold all ranks.
@@ -90,7 +91,7 @@ def data_ranks_of(model: nn.Module, data_dims: Sequence[str] | None, *, all_diff
     if data_dims is None:
         raise ValueError(
             f"data_dims must name the dimensions of the mesh over which samples differ, among {', '.join(map(repr, names))}, "
-            f"got None; pass options=UpdateOptions(data_dims=({names[0]!r},)), say, and () if all ranks are fed the same"
+            f"got None; pass {option.format(f'({names[0]!r},)')}, say, and () if all ranks are fed the same"
         )
     for name in data_dims:
         if name not in names:

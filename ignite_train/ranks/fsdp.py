@@ -9,11 +9,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import cycle
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ignite_train.errors import UnlikeParametersError
-from ignite_train.internals.of_distributed import forget_iteration, parameter_groups
+from ignite_train.internals.of_distributed import forget_iteration, grouped_parameters, parameter_groups
 from ignite_train.internals.of_torch import version_of
 from ignite_train.model.gradients import Gradients
 from ignite_train.ranks import collectives
@@ -22,6 +23,7 @@ from ignite_train.ranks.digest_words import differ, differ_on_device, digest_wor
 from ignite_train.ranks.mesh import MeshCrossing
 from ignite_train.ranks.messages import Outgoing, Piggyback
 from ignite_train.ranks.placeholders import Placeholders
+from ignite_train.ranks.root_mesh import names_of
 from ignite_train.ranks.statistics import Statistics
 
 __all__ = ["FSDPCrossing", "SameParameters", "check_sharding", "spans_all_ranks"]
@@ -165,17 +167,23 @@ class SameParameters(Piggyback):
                 raise UnlikeParametersError(self._gradients.name(parameter), have)
 
 
-def check_sharding(root: nn.Module) -> None:
+def check_sharding(root: nn.Module, data_ranks: DataRanks) -> None:
     """Sees to it that FSDP2 reduces all gradients, and divides them by one number: the most ranks that it sums some over.
 
     Where it sums the gradients of some modules over fewer ranks, such as experts, it is told that number.
 
+    Args:
+        root: the module that `fully_shard` was applied to last.
+        data_ranks: over which ranks samples differ.
+
     Raises:
         ValueError: a setting of torch's is in the way of that.
     """
+    _refuse_ungrouped(root)
     groups = parameter_groups(root)
     sizes = [_num_ranks(group.mesh_info) for group in groups]
     for group in groups:
+        _check_data_dims(group.mesh_info, data_ranks)
         if not (group.reduce_grads and group.all_reduce_grads):
             name = "set_requires_all_reduce" if group.reduce_grads else "set_requires_gradient_sync"
             raise ValueError(
@@ -190,6 +198,39 @@ def check_sharding(root: nn.Module) -> None:
             )
         if _num_ranks(group.mesh_info) != max(sizes):
             group.gradient_divide_factor = float(max(sizes))
+
+
+def _refuse_ungrouped(root: nn.Module) -> None:
+    """Refuses what `fully_shard` was told to ignore: its gradient would not be divided by the ranks, as the others are."""
+    grouped = {*map(id, grouped_parameters(root))}
+    for name, parameter in root.named_parameters():
+        if parameter.requires_grad and id(parameter) not in grouped:
+            raise ValueError(
+                f"model must have all trainable parameters sharded by fully_shard, got {name!r} ignored, whose gradient would "
+                "count several times; leave it out of ignored_params, and first apply fully_shard to its module over the "
+                "dimensions that its own mesh lacks, as in fully_shard(model.experts, mesh=mesh['dp'])"
+            )
+
+
+def _check_data_dims(mesh_info: Any, data_ranks: DataRanks) -> None:
+    """Refuses to average gradients over ranks that are fed the same samples: each would count several times."""
+    place = {rank: number for number, group in enumerate(data_ranks.groups) for rank in group}
+    for dimension in _averaged_dimensions(mesh_info):
+        ranks = dist.get_process_group_ranks(mesh_info.mesh.get_group(dimension))
+        if len({place[rank] for rank in ranks}) < len(ranks):
+            raise ValueError(_lacking(ranks, data_ranks))
+
+
+def _lacking(ranks: Sequence[int], data_ranks: DataRanks) -> str:
+    mesh, dims = data_ranks.mesh, data_ranks.dims
+    assert mesh is not None  # noqa: S101  # without one all samples differ
+    among = [{*ranks}.intersection(dist.get_process_group_ranks(group)) for group in mesh.get_all_groups()]
+    lacking = [name for name, one in zip(names_of(mesh), among, strict=True) if len(one) > 1 and name not in dims]
+    instead = f"call fully_shard with mesh=mesh[{', '.join(map(repr, dims))}]" if dims else "leave fully_shard out"
+    return (
+        f"data_dims must name each dimension over which fully_shard averages, got {dims!r} without "
+        f"{' and '.join(map(repr, lacking))}; add it if samples differ over it, or else {instead}"
+    )
 
 
 def _gradient_mark(parameter: nn.Parameter) -> tuple[int, int]:
@@ -209,5 +250,8 @@ def spans_all_ranks(root: nn.Module) -> bool:
 
 def _num_ranks(mesh_info: Any) -> int:
     """Over how many ranks a gradient is averaged."""
-    dimensions = [one for one in (mesh_info.shard_mesh_dim, mesh_info.replicate_mesh_dim) if one is not None]
-    return math.prod(mesh_info.mesh.size(dimension) for dimension in dimensions)
+    return math.prod(mesh_info.mesh.size(dimension) for dimension in _averaged_dimensions(mesh_info))
+
+
+def _averaged_dimensions(mesh_info: Any) -> list[int]:
+    return [one for one in (mesh_info.shard_mesh_dim, mesh_info.replicate_mesh_dim) if one is not None]

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ignite_train.arguments import one_of
-from ignite_train.internals.of_distributed import reduced_late
+from ignite_train.internals.of_distributed import ReplicatedByHooks, reduced_late
 from ignite_train.model.memory_layout import gradient_dtype
 from ignite_train.ranks import collectives
 from ignite_train.ranks.crossing import AloneCrossing, Crossing
@@ -64,6 +64,11 @@ def crossing_for(
         return _elastic(model, Placeholders(model, carried, forward), in_each=in_each)
     if isinstance(model, DataParallel):
         raise TypeError("model must not be a DataParallel, whose replicas are threads; run one process for each device instead")
+    if any(isinstance(module, ReplicatedByHooks) for module in model.modules()):
+        raise TypeError(
+            "model must not have the older replicate of torch.distributed._composable applied to it, whose hooks reduce "
+            "gradients in every backward; leave that call out and wrap the model in DistributedDataParallel"
+        )
     data_ranks = data_ranks_of_any(model, data_dims)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return _sharded(model, name, Placeholders(model, carried, forward), data_ranks, in_each=in_each)
@@ -99,7 +104,7 @@ def _elastic(model: nn.Module, placeholders: Placeholders, *, in_each: bool) -> 
         )
     if not sharded:
         return ElasticCrossing(model, Members(lighthouse))
-    _check_sharded(model)
+    _check_sharded(model, DataRanks.all_ranks())
     is_hybrid = any(parameter.device_mesh.ndim > 1 for parameter in model.parameters() if isinstance(parameter, DTensor))
     if is_hybrid or not spans_all_ranks(model):
         raise ValueError(
@@ -109,10 +114,12 @@ def _elastic(model: nn.Module, placeholders: Placeholders, *, in_each: bool) -> 
     return ElasticShardsCrossing(model, placeholders, Members(lighthouse), in_each=in_each)
 
 
-def data_ranks_of_any(model: nn.Module, data_dims: Sequence[str] | None) -> DataRanks:
+def data_ranks_of_any(
+    model: nn.Module, data_dims: Sequence[str] | None, *, option: str = "options=UpdateOptions(data_dims={})"
+) -> DataRanks:
     """Finds the data ranks of a model, however it is wrapped; see `data_ranks_of`."""
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    return data_ranks_of(model, data_dims, all_differ=sharded and spans_all_ranks(model))
+    return data_ranks_of(model, data_dims, all_differ=sharded and spans_all_ranks(model), option=option)
 
 
 def _replicated(model: nn.Module, name: ReductionName, *, accumulates: bool) -> Crossing:
@@ -188,11 +195,11 @@ def _sharded(
 ) -> FSDPCrossing:
     if name not in ("auto", "fsdp"):
         raise ValueError(f"reduction must be 'auto' or 'fsdp' for a model that fully_shard was applied to, got {name!r}")
-    _check_sharded(model)
+    _check_sharded(model, data_ranks)
     return FSDPCrossing(model, placeholders, data_ranks, in_each=in_each)
 
 
-def _check_sharded(model: nn.Module) -> None:
+def _check_sharded(model: nn.Module, data_ranks: DataRanks) -> None:
     """Sees to it that FSDP2 reduces all gradients of `model`."""
     if isinstance(model, (nn.ModuleDict, nn.ModuleList)):
         raise TypeError(
@@ -209,7 +216,7 @@ def _check_sharded(model: nn.Module) -> None:
             f"model must have fully_shard applied to the root module, last, got one where {(whole or ['the root'])[0]!r} is "
             "not sharded; its gradient would not cross the ranks"
         )
-    check_sharding(model)
+    check_sharding(model, data_ranks)
 
 
 def _hooked(model: nn.Module, ddp: DistributedDataParallel, name: ReductionName) -> Crossing:

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import replicate_with_fsdp
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -164,6 +166,24 @@ def groups_of_fsdp() -> bool:
     )
 
 
+def grouped_parameters_of_fsdp() -> bool:
+    """They are those of the modules, a tied one and one that was replaced too, without one that was ignored."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    fully_shard(model, mesh=on_cpu(), ignored_params={model[2].weight})
+    model[1].bias = nn.Parameter(model[1].bias.detach().clone())
+    found = of_distributed.grouped_parameters(model)
+    return {*map(id, found)} == {*map(id, [*model[0].parameters(), *model[1].parameters()])}
+
+
+def replicated_by_hooks() -> bool:
+    """The older `replicate` of torch, which keeps a wrapper of its own, changes the class; the newer one does not."""
+    older, newer = nn.Linear(2, 2), nn.Linear(2, 2)
+    replicate(older)  # type: ignore[no-untyped-call]
+    replicate_with_fsdp.replicate(newer, mesh=on_cpu())
+    return isinstance(older, of_distributed.ReplicatedByHooks) and not isinstance(newer, of_distributed.ReplicatedByHooks)
+
+
 def whole_parameters_of_fsdp() -> bool:
     """Once gathered they have the whole shape, and after a backward that reduces nothing the gradient of this rank."""
     layer = nn.Linear(4, 2)
@@ -215,6 +235,8 @@ PARTS: dict[Callable[[], bool], tuple[str, ...]] = {
     disarmed_reducer: ("disarm_reducer",),
     unfinished_reducer: ("check_reducer_finished", "missing_in_reduction"),
     groups_of_fsdp: ("parameter_groups",),
+    grouped_parameters_of_fsdp: ("grouped_parameters",),
+    replicated_by_hooks: ("ReplicatedByHooks",),
     whole_parameters_of_fsdp: ("whole_parameters",),
     forgotten_iteration: ("forget_iteration",),
 }

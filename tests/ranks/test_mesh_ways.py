@@ -241,6 +241,8 @@ BUCKETS = {  # beside statistics and norm, which cross in one, among all four
     "EP2 x DP2": [2, 2, 2],  # the plain parameters over both dimensions, the experts over one
     "odd TP2 x FSDP2": [],
     "TP4": [],
+    "EP2 x FSDP2": [2],  # torch's, over the copies of what is not an expert
+    "replicate": [4],  # torch's
 }
 
 

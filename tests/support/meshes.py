@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as over_ranks
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -73,28 +74,36 @@ class Attention(nn.Module):
         return out
 
 
-class Experts(nn.Module):
+class Mixture(nn.Module):
     """Two experts that all tokens use, each by its gate; each rank of `mesh` computes those that it holds."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mesh: DeviceMesh | None = None
+        self.weights = nn.Parameter(torch.randn(2, WIDTH, WIDTH) * 0.3)
+
+    def forward(self, hidden: Tensor, gates: Tensor) -> Tensor:
+        if self.mesh is None:
+            return _mix(hidden, gates, self.weights)
+        assert isinstance(self.weights, DTensor)
+        held, own = self.weights.to_local(), self.mesh.get_local_rank()
+        everyones = over_ranks.all_gather_single_autograd(torch.cat([hidden, gates], 1), 0, self.mesh)
+        hidden_of_all, gates_of_all = everyones.split([WIDTH, 2], 1)
+        partial = _mix(hidden_of_all, gates_of_all[:, own : own + 1], held)
+        return over_ranks.reduce_scatter_single_autograd(partial, "sum", 0, self.mesh)
+
+
+class Experts(nn.Module):
+    """A mixture of experts between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.embed, self.gate = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, 2)
-        self.experts = nn.Parameter(torch.randn(2, WIDTH, WIDTH) * 0.3)
-        self.head = nn.Linear(WIDTH, CLASSES)
+        self.experts, self.head = Mixture(), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x).flatten(0, 1)
-        gates, experts = self.gate(hidden).softmax(-1), self.experts
-        if self.mesh is None:
-            mixed = _mix(hidden, gates, experts)
-        else:
-            assert isinstance(experts, DTensor)
-            held, own = experts.to_local(), self.mesh.get_local_rank()
-            everyones = over_ranks.all_gather_single_autograd(torch.cat([hidden, gates], 1), 0, self.mesh)
-            hidden_of_all, gates_of_all = everyones.split([WIDTH, 2], 1)
-            partial = _mix(hidden_of_all, gates_of_all[:, own : own + 1], held)
-            mixed = over_ranks.reduce_scatter_single_autograd(partial, "sum", 0, self.mesh)
+        mixed = self.experts(hidden, self.gate(hidden).softmax(-1))
         out: Tensor = self.head(torch.tanh(mixed)).view(*x.shape[:2], -1)
         return out
 
@@ -180,9 +189,19 @@ def _context_parallel(model: Attention, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh["dp"])
 
 
-def _expert_parallel(model: Experts, mesh: DeviceMesh) -> None:
-    model.mesh = mesh["ep"]
-    model.experts = nn.Parameter(distribute_tensor(model.experts.data, mesh["ep"], [Shard(0)]))
+def expert_parallel(model: Experts, mesh: DeviceMesh) -> None:
+    model.experts.mesh = mesh["ep"]
+    model.experts.weights = nn.Parameter(distribute_tensor(model.experts.weights.data, mesh["ep"], [Shard(0)]))
+
+
+def _expert_parallel_sharded(model: Experts, mesh: DeviceMesh) -> None:
+    expert_parallel(model, mesh)
+    fully_shard(model.experts, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh)
+
+
+def _replicated(model: nn.Module, mesh: DeviceMesh) -> None:
+    replicate(model, mesh=mesh)
 
 
 LAYOUTS = {
@@ -192,9 +211,11 @@ LAYOUTS = {
     "SP2 x FSDP2": Layout(Net, _sequence_parallel_sharded, (2, 2), ("dp", "tp"), ("dp",), ("dp",)),
     "HSDP 2 x 2": Layout(Net, _sharded, (2, 2), ("copy", "shard"), None, ("copy", "shard")),
     "CP2 x FSDP2": Layout(Attention, _context_parallel, (2, 2), ("dp", "cp"), ("dp", "cp"), ("dp",), forward_of_own_tokens),
-    "EP2 x DP2": Layout(Experts, _expert_parallel, (2, 2), ("dp", "ep"), ("dp", "ep"), ("dp", "ep"), same_size=True),
+    "EP2 x DP2": Layout(Experts, expert_parallel, (2, 2), ("dp", "ep"), ("dp", "ep"), ("dp", "ep"), same_size=True),
     "odd TP2 x FSDP2": Layout(partial(Net, 7), _tensor_parallel_sharded, (2, 2), ("dp", "tp"), ("dp",), ("dp",)),
     "TP4": Layout(Net, tensor_parallel, (4,), ("tp",), (), ()),
+    "EP2 x FSDP2": Layout(Experts, _expert_parallel_sharded, (2, 2), ("dp", "ep"), ("dp", "ep"), ("dp", "ep"), same_size=True),
+    "replicate": Layout(Net, _replicated, (4,), ("copy",), None, ("copy",)),
 }
 
 
