@@ -133,7 +133,7 @@ class Gradients:
         torch's own accumulation and `clip_grad_norm_` do. With `fully_shard` these are the whole gradients, which FSDP2 has
         inside until it reduces them; the shards lie apart. Sparse gradients are left alone.
         """
-        found = self._left_by_backward()
+        found = self._of_whole_parameters() if self._sharded else self._of_each_parameter()
         if len(found) == len(self._apart) and all(map(is_, found, self._apart)):
             return  # backward has added to them in place
         self._apart = found
@@ -146,7 +146,7 @@ class Gradients:
         for parameter in whole_parameters(self._sharded) if self._sharded else self.parameters():
             if parameter.grad is not None and id(parameter.grad) in copied:
                 parameter.grad = parameter.grad.clone()
-        self._apart = self._left_by_backward()
+        self._apart = self._of_whole_parameters() if self._sharded else self._of_each_parameter()
 
     def let_go(self) -> None:
         """Keeps no gradient in memory for the next `separate`, where FSDP2 frees whole gradients in the backward before it."""
@@ -297,9 +297,9 @@ class Gradients:
             found += map(_GRADIENT, group["params"])
         return found
 
-    def _left_by_backward(self) -> list[Any]:
-        """The same of those that the next backward adds to in place."""
-        return [*map(_GRADIENT, whole_parameters(self._sharded))] if self._sharded else self._of_each_parameter()
+    def _of_whole_parameters(self) -> list[Any]:
+        """The same of those inside FSDP2, to which the next backward adds in place."""
+        return [*map(_GRADIENT, whole_parameters(self._sharded))]
 
     def _existing(self) -> list[Tensor]:
         found = self._of_each_parameter()

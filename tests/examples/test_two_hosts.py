@@ -304,7 +304,7 @@ def test_the_document_names_handlers_and_arguments_that_exist() -> None:
     of_handlers = {argument for name in (*HANDLERS, "OuterOptimizer") for argument in taken[name]}
     of_torch = {"find_unused_parameters", "fully_shard", "gradient_as_bucket_view", "nesterov", "no_sync"}
     of_torch |= {"foreach", "fused", "grad_dtype", "reduce_dtype", "reshard_after_forward", "static_graph"}
-    of_torch |= {"allreduce_hook", "bucket_cap_mb"}
+    of_torch |= {"allreduce_hook", "bucket_cap_mb", "ignored_params", "init_process_group"}
     of_others = {"every", "master_port", "create_evaluator", "create_trainer", *UpdateOutput.__dataclass_fields__}
     of_others |= {"max_epochs", "max_iters", "epoch_length", "terminate_epoch"}  # of a run
     of_others |= {"mesh", "drop_last"}  # of loaders and samplers
