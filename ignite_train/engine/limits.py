@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
+import numpy as np
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ignite_train.arguments import describe, positive_int
@@ -28,9 +30,9 @@ def checked_loader(data: Any) -> Iterable[Any]:
     """The data of a run.
 
     Raises:
-        TypeError: it cannot be iterated, or is a mapping, text or several loaders.
+        TypeError: it cannot be iterated, or is a mapping, text, a tensor, an array or several loaders.
     """
-    if not isinstance(data, Iterable) or isinstance(data, (str, bytes, Mapping)):
+    if not isinstance(data, Iterable) or isinstance(data, (str, bytes, Mapping, Tensor, np.ndarray)):
         raise TypeError(f"data must be a loader of micro-batches, got {describe(data)}{_instead_of(data)}")
     # Looked at and not iterated: a list of another class may read its data where it is iterated.
     if (type(data) is list or type(data) is tuple) and isinstance(next(iter(data), None), DataLoader):
@@ -42,6 +44,8 @@ def checked_loader(data: Any) -> Iterable[Any]:
 
 
 def _instead_of(data: Any) -> str:
+    if isinstance(data, (Tensor, np.ndarray)):
+        return "; write [data] for one micro-batch, or DataLoader(data, batch_size=32)"
     if isinstance(data, Dataset) or (isinstance(data, Sized) and not isinstance(data, Iterable)):
         return "; write DataLoader(dataset, batch_size=32)"
     return "; call it, and pass what it returns" if inspect.isroutine(data) or isinstance(data, type) else ""

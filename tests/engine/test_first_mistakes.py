@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ignite.engine import Events
@@ -1096,6 +1097,7 @@ DATASET, UNLABELLED = TensorDataset(torch.ones(8, 3)), Unlabelled()
 LOOSE = DataLoader(DATASET, batch_size=16, drop_last=True)
 ITS_BATCH = "; drop_last=True leaves out a batch that is not full: pass drop_last=False, or a batch_size below 16"
 LOADER_NEEDED = "data must be a loader of micro-batches, got"
+ITS_ROWS = "; write [data] for one micro-batch, or DataLoader(data, batch_size=32)"
 CALLED = "; call it, and pass what it returns"
 AN_EVENT = "event must be one registered on this Trainer, got"
 EVENT_WORDS = {
@@ -1121,6 +1123,8 @@ WORDS += [
         TypeError,
         f"{LOADER_NEEDED} {UNLABELLED!r:.60} of type Unlabelled; write DataLoader(dataset, batch_size=32)",
     ),
+    (lambda: make(summed)[2].run(torch.ones(2)), TypeError, f"{LOADER_NEEDED} tensor([1., 1.]) of type Tensor{ITS_ROWS}"),
+    (lambda: evaluator().run(np.ones(2)), TypeError, f"{LOADER_NEEDED} array([1., 1.]) of type ndarray{ITS_ROWS}"),
     (lambda: make(summed)[2].run(batches), TypeError, f"{LOADER_NEEDED} {batches!r:.60} of type function{CALLED}"),
     (lambda: make(summed)[2].run(DataLoader), TypeError, f"{LOADER_NEEDED} {DataLoader!r:.60} of type type{CALLED}"),
     (lambda: make(summed)[2].run(PARTS[0]), TypeError, f"{LOADER_NEEDED} {LINEAR}"),
