@@ -16,7 +16,7 @@ from ignite_train.data.dealing import Dealing
 from ignite_train.data.description import length_of
 from ignite_train.data.fetch_thread import FetchThread
 from ignite_train.data.held import Held, is_looked_at
-from ignite_train.data.position import DataPosition, open_loader
+from ignite_train.data.position import DataPosition
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.data.stream import NoData, Stream
 from ignite_train.engine.limits import without_full_batch
@@ -144,8 +144,6 @@ class MicroBatchPass:
         """
         self._place, self._num_done = DataPosition(self.loader, copies=not isinstance(self.loader, Stream)), skip
         self._place.find(position, skip)
-        if isinstance(self.loader, Stream):
-            self._place.note(exhausted=False)  # it may begin anywhere, and the first group may have to be read again
         self._plan = self._make_plan(skip, position)
         self.max_micro_batches, self.more = None, 1
         self._rounds = 0  # what the groups since the position was found add up to, if none is cut short
@@ -156,7 +154,7 @@ class MicroBatchPass:
         self._is_lost = False  # the latest group was broken off, and its data replaced
         self._has_ended = False  # the loader has no other group
         self._surplus: bool | None = None  # whether the loader gave more than its length; None: not looked at yet
-        self._micro_batches = iter(()) if self._place.at_end else self._opened()
+        self._micro_batches = self._opened()
         if self._place.reads_past:
             self._read_past(was_exhausted=position.get("exhausted", False))
         self._place.found()
@@ -342,6 +340,7 @@ class MicroBatchPass:
         else:
             self._waiting += self._read_held(number, held, more_follow=False)
         self._has_ended = len(self._waiting) < wanted
+        self._place.exhausted = self._place.exhausted or not self._waiting
         veto = -collectives.world_size() if self._rules.uneven == "shortest" else 0
         self.more = veto if self._has_ended else 1
 
@@ -449,7 +448,7 @@ class MicroBatchPass:
 
     def _opened(self) -> Iterator[Any]:
         """Begins the pass. A thread that reads it is told how many micro-batches are held here."""
-        opened = open_loader(self.loader)
+        opened = self._place.open()
         if isinstance(opened, FetchThread):
             most = self._size_of(self._num_done) + self._plan.looks_ahead
             opened.expect_held(min(most, 2) if self._plan.arrives else most)

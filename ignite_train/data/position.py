@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ignite_train.arguments import COUNT, check_fields
 from ignite_train.data.description import Seekable, attributes_of_samplers, changes, describe_data, length_of
+from ignite_train.data.opened_once import samplers_opened_once
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.engine.dispatch import Stateful
 from ignite_train.errors import CheckpointError, TrainingError
@@ -67,6 +68,8 @@ def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
     doubts, note = [], ""
     if isinstance(loader, Stateful):
         note = f"resuming is as exact as the state that the {kind} gives: a buffer that shuffles a stream may not be in it"
+        if length_of(loader) is None and not isinstance(loader, DataLoader) and not _is_pipeline(loader):
+            note += "; it has no length, so with the state of the end of a pass it must give nothing, or that epoch is repeated"
         if workers:
             doubts.append(
                 f"the state of the {kind} does not include the random generators of its workers: what a dataset draws there "
@@ -154,16 +157,26 @@ class DataPosition:
         else:
             self._go_to_the_start(saved)
             generators = capture_random_state()
-        self._warn_of_changed_samplers(saved["opening"] if self.reads_past and "opening" in saved else saved)
+        opens_again = self.reads_past or (self.has_restored and not self.at_end)  # the samplers, and reads past what was done
+        self._warn_of_changed_samplers(saved["opening"] if opens_again and "opening" in saved else saved)
         before = {**generators, "own": self._own_generators(), "samplers": attributes_of_samplers(self._loader)}
         if not skip:
             self._before_opening = before
         if self._seekable is None and not self._opening:
-            self._opening = before if self._stateful is None else {"own": before["own"]}  # a stateful one needs no more
+            self._opening = before
         if self.reads_past and "opening" in saved:
             restore_random_state(saved["opening"])
             self._set_own_generators(saved["opening"]["own"])
             self._opening = saved["opening"]
+
+    def open(self) -> Iterator[Any]:
+        """Begins the pass at the position that `find` has prepared; it gives nothing where nothing is left."""
+        if self.at_end:
+            return iter(())
+        if not self.has_restored:
+            return open_loader(self._loader)
+        with _without_restart(self._loader), samplers_opened_once(self._loader):
+            return open_loader(self._loader)
 
     def found(self) -> None:
         """Call it once the groups were read past: finding the position leaves the random generators unchanged."""
@@ -171,9 +184,11 @@ class DataPosition:
         self.may_break = self._pass is not None
         if self._generators_before is not None:
             in_full(partial(restore_random_state, self._generators_before))
-            with self._refusing():
-                self._set_own_generators(self._own_after)
             self._generators_before = None
+        with self._refusing():
+            self._set_own_generators(self._own_after)
+        if self.is_stateful and not self.has_restored:
+            self.note(exhausted=False)  # its first group may have to be read again
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -229,14 +244,14 @@ class DataPosition:
         position["description"] = self._description
         if self._seekable is not None:
             return position | {"samples": self._first_sample + rounds * self._seekable.samples_per_round}
-        position |= {"micro_batches": given, "exhausted": self.exhausted and latest}
+        position |= {"micro_batches": given, "exhausted": self.exhausted and latest, "opening": self._opening}
+        if isinstance(self._loader, DataLoader):
+            position["workers"], position["samplers"] = self._loader.num_workers, attributes_of_samplers(self._loader)
         if self._stateful is not None:
             state, generators = self._notes[latest]
             own = {} if generators is None else {"generators": generators}
-            return position | {"loader": state, **own, "opening": self._opening}
-        if isinstance(self._loader, DataLoader):
-            position["workers"], position["samplers"] = self._loader.num_workers, attributes_of_samplers(self._loader)
-        return position | {"opening": self._opening}
+            position |= {"loader": state, **own}
+        return position
 
     def _compare(self, saved: Mapping[str, Any], *, in_epoch: bool) -> None:
         """Refuses another loader within an epoch, on all ranks if any of them has one; at the start of an epoch it warns."""
@@ -284,6 +299,8 @@ class DataPosition:
             )
         if self._stateful is not None and self._has_state_of_same_kind(saved):
             self._opening = dict(saved["opening"])
+            if "torch" in self._opening:  # a checkpoint of an older version has only the loader's own
+                restore_random_state(self._opening)
             self._set_own_generators(self._opening["own"])  # its sampler may be opened again and read past
             self.has_restored = True
             self._notes, self._own_after = [(saved["loader"], None)] * 2, saved["generators"]
@@ -311,8 +328,12 @@ class DataPosition:
                 f"written its place, and {self._num_ranks} cannot continue there: samples that were used lately are "
                 "used again; a ResumableLoader without epoch_length avoids that"
             )
-        if saved.get("world_size", self._num_ranks) == self._num_ranks:
-            self._set_own_generators(saved.get("generators", {}))
+        if saved.get("world_size", self._num_ranks) != self._num_ranks:
+            return
+        own = saved.get("generators", {})
+        if self._stateful is not None and saved.get("micro_batches") == 0 and not saved["exhausted"] and saved["opening"]:
+            own, self._own_after = saved["opening"]["own"], own  # a pass was open, and nothing of it done
+        self._set_own_generators(own)
 
     def _go_past(self, state: Any) -> None:
         """Puts the loader back to the end of a pass, so that the next one that is opened is new.
@@ -323,7 +344,8 @@ class DataPosition:
         assert self._stateful is not None  # noqa: S101  # there is its state
         for reads in (False,) if isinstance(self._loader, Iterator) else (True, False):  # an iterator has one pass
             self._stateful.load_state_dict(copy.deepcopy(state))
-            opened = open_loader(self._loader)
+            with samplers_opened_once(self._loader):
+                opened = open_loader(self._loader)
             if not reads or next(opened, self) is self:
                 return
             del opened  # which ends a generator, before the state is loaded again
@@ -349,7 +371,7 @@ class DataPosition:
             for name in names
             if now.get(name) != before.get(name)
         ]
-        if changed and self._stateful is None:
+        if changed:
             _logger.warning(
                 f"the sampler is not as it was at this place of the data ({', '.join(changed)}), since what it keeps is not "
                 "saved with the place: if its order depends on them, samples are missed and others used twice; let the order "
@@ -365,7 +387,7 @@ class DataPosition:
 
     def _find_own_generators(self) -> dict[str, Any]:
         """The generators of the loader, its samplers and its dataset, unless its own state or the seed of a sample has them."""
-        if self._stateful is not None and not isinstance(self._loader, DataLoader):
+        if self._stateful is not None and not isinstance(self._loader, DataLoader) and not _is_pipeline(self._loader):
             return {}
         found = generators_within(self._loader)
         if isinstance(self._loader, ResumableLoader) and self._loader.seeds_generators:
@@ -376,6 +398,25 @@ class DataPosition:
 def _pass_of(loader: Iterable[Any]) -> object:
     """An object that stands for the pass of persistent workers: torch has another in each. None without such workers."""
     return sampler_pass_of(loader) if isinstance(loader, DataLoader) else None
+
+
+def _is_pipeline(loader: Any) -> bool:
+    """Whether the loader is one like `torchdata.nodes.Loader`, whose state lacks the generators of its samplers."""
+    return hasattr(loader, "restart_on_stop_iteration")
+
+
+@contextmanager
+def _without_restart(loader: Any) -> Iterator[None]:
+    """In it, a pipeline of nodes gives nothing where its state has nothing left, and does not begin the next pass."""
+    if not _is_pipeline(loader):
+        yield
+        return
+    restarts = loader.restart_on_stop_iteration
+    loader.restart_on_stop_iteration = False
+    try:
+        yield
+    finally:
+        loader.restart_on_stop_iteration = restarts
 
 
 def _is_stream(loader: Iterable[Any]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ignite_train.data.description import length_of
 from ignite_train.data.fetch_thread import FetchThread
-from ignite_train.data.position import DataPosition, open_loader
+from ignite_train.data.position import DataPosition
 from ignite_train.data.samplers import set_epoch
 
 __all__ = ["NoData", "Stream", "is_of_stream"]
@@ -53,6 +53,7 @@ class Stream:
         self._place: DataPosition | None = None
         self._ended = False
         self._start: Mapping[str, Any] = {}  # the place at which the next pass begins
+        self._begun: dict[int, Mapping[str, Any]] = {}  # of a loader with a state, the place where its first pass began
         self._is_broken = False  # reading has raised an error, so that the iterator may be past what it did not give
 
     def __iter__(self) -> Iterator[Any]:
@@ -90,7 +91,7 @@ class Stream:
         self.pause()
         self.data, self._ended = data, False
         self._micro_batches = self._place = None
-        self._given, self._since_found, self._start = 0, 0, {}
+        self._given, self._since_found, self._start, self._begun = 0, 0, {}, {}
 
     def pause(self) -> None:
         """Ends the thread that reads the loader, if there is one; reading on starts another."""
@@ -127,7 +128,7 @@ class Stream:
         self.pause()
         self._passes, self._given, self._ended, self._is_broken = passes, given, False, True
         self._micro_batches = self._place = None
-        self._start = {} if given else state_dict["place"]
+        self._start = {} if given else self._begun.get(passes, state_dict["place"])
         if given:  # which may read, and fail
             self._begin_pass({**state_dict["place"], "on_changed_data": self.on_changed_data})
         self._is_broken = False
@@ -137,12 +138,14 @@ class Stream:
         self._place, self._since_found = DataPosition(self.data), 0
         self._place.find(saved, self._given)
         self._start = {}
-        self._micro_batches = iter(()) if self._place.at_end else open_loader(self.data)
+        self._micro_batches = self._place.open()
         if self._place.reads_past:
             for _ in range(self._given):
                 next(self._micro_batches, None)
         self._length = length_of(self.data)
         self._place.found()
+        if self._place.is_stateful and not self._given and not self._begun:
+            self._begun[self._passes] = self._place.saved(0, 0, latest=True)
 
     def _end_pass(self) -> None:
         """Begins another pass if there can be one: the pass gave something and can be repeated, or the data was replaced."""

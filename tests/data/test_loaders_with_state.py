@@ -1,0 +1,200 @@
+"""A run that is broken off in the middle of a pass of a loader with a state sees each sample as a loop by hand does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torchdata import nodes
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from ignite_train import ForwardOutput, Trainer, create_trainer
+from ignite_train.handlers import Checkpoint
+from ranks import run_ranks
+
+SAMPLES, EPOCHS, UPDATES = 6, 3, 9  # three batches of two in an epoch
+
+
+class Augmented(Dataset[Tensor]):
+    """The numbers from 0, each with a random fraction."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return index + torch.rand(())
+
+
+class Numbers(IterableDataset[Tensor]):
+    """A stream with a state."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.at < SAMPLES:
+            self.at += 1
+            yield torch.tensor(float(self.at - 1))
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Restarting:
+    """A loader with a state and no length, which begins the next pass when its state is that of the end of one."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.at %= SAMPLES
+        while self.at < SAMPLES:
+            self.at += 2
+            yield torch.tensor([self.at - 2.0, self.at - 1.0])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class AtOnce(SubsetRandomSampler):
+    """Draws its order where it is opened, and not when it is read."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([*super().__iter__()])
+
+
+def loader_of(**options: Any) -> StatefulDataLoader[Tensor]:
+    return StatefulDataLoader(Augmented(), **options)
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(4)
+
+
+def pipeline(sampler: Any) -> Any:
+    """Of nodes of torchdata."""
+    batches = nodes.Batcher(nodes.SamplerWrapper(sampler), 2)
+    return nodes.Loader(nodes.Mapper(batches, lambda batch: torch.tensor(batch) + torch.rand(2)))
+
+
+INDEX, KEPT = range(SAMPLES), {"num_workers": 1, "persistent_workers": True}
+LOADERS: dict[str, Callable[[], Any]] = {
+    "shuffled": lambda: loader_of(batch_size=2, shuffle=True, generator=seeded()),
+    "subset": lambda: loader_of(batch_size=2, sampler=SubsetRandomSampler(INDEX)),
+    "subset, loader with a generator": lambda: loader_of(batch_size=2, sampler=SubsetRandomSampler(INDEX), generator=seeded()),
+    "weighted": lambda: loader_of(batch_size=2, sampler=WeightedRandomSampler(torch.arange(1.0, 7.0), SAMPLES)),
+    "drawn at once": lambda: loader_of(batch_size=2, sampler=AtOnce(INDEX)),
+    "drawn at once, batches": lambda: loader_of(batch_sampler=BatchSampler(AtOnce(INDEX), 2, drop_last=False)),
+    "two workers": lambda: StatefulDataLoader(torch.arange(6.0), 2, sampler=AtOnce(INDEX), num_workers=2),
+    "workers that are kept": lambda: StatefulDataLoader(torch.arange(6.0), 2, sampler=SubsetRandomSampler(INDEX), **KEPT),
+    "random": lambda: loader_of(batch_size=2, sampler=RandomSampler(INDEX)),
+    "batches": lambda: loader_of(batch_sampler=BatchSampler(RandomSampler(INDEX), 2, drop_last=False)),
+    "without batches": lambda: loader_of(batch_size=None, sampler=SubsetRandomSampler(INDEX[:3])),
+    "nodes": lambda: pipeline(SequentialSampler(INDEX)),
+    "nodes, drawn from the process": lambda: pipeline(RandomSampler(INDEX)),
+    "nodes, drawn from a generator": lambda: pipeline(RandomSampler(INDEX, generator=seeded())),
+    "stream": lambda: StatefulDataLoader(Numbers(), 2),
+}
+kinds = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * ("workers" in kind)) for kind in LOADERS]
+)
+
+
+def make(fails_in: int | None = None) -> tuple[Trainer, list[list[float]]]:
+    """A trainer, and the micro-batches of the updates that it has made."""
+    model, seen, fails = idist.auto_model(nn.Linear(1, 1)), list[list[float]](), [fails_in]
+
+    def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+        if len(seen) + 1 == fails[0]:
+            fails.clear()
+            fails.append(None)
+            raise ConnectionError("once")
+        seen.append(x.flatten().tolist())
+        return ForwardOutput(model(x.reshape(-1, 1)).square().sum(), x.numel())
+
+    return create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-4), forward), seen
+
+
+def by_hand(kind: str) -> list[list[float]]:
+    torch.manual_seed(1)
+    loader = LOADERS[kind]()
+    return [batch.flatten().tolist() for _ in range(EPOCHS) for batch in loader]
+
+
+@kinds
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("epoch_length", [None, 2])
+@pytest.mark.parametrize("again", ["in the process", "in another one"])
+def test_a_run_that_was_stopped_goes_on(kind: str, epoch_length: int | None, again: str, tmp_path: Path) -> None:
+    """After any update, also the last one of a pass, whose end was not read then."""
+    expected = by_hand(kind)
+    for stop in (2, 3, 5) if "workers" in kind else range(1, UPDATES):
+        trainer, seen = make()
+        Checkpoint(tmp_path / str(stop)).attach(trainer)
+        torch.manual_seed(1)
+        loader = LOADERS[kind]()
+        trainer.run(loader, max_iters=stop, epoch_length=epoch_length)
+        if again == "in another one":
+            done, (trainer, seen) = seen, make()
+            Checkpoint(tmp_path / str(stop)).attach(trainer)
+            torch.manual_seed(2)
+            trainer.run(LOADERS[kind](), max_iters=UPDATES, epoch_length=epoch_length)
+            seen = done + seen
+        else:
+            trainer.run(loader, max_iters=UPDATES, epoch_length=epoch_length)
+        assert seen == expected, stop
+
+
+@kinds
+@pytest.mark.parametrize("epoch_length", [None, 3])
+@pytest.mark.parametrize("update", [1, 4])
+def test_the_first_update_of_an_epoch_that_failed_gets_the_same_samples_again(
+    kind: str, epoch_length: int | None, update: int
+) -> None:
+    """Before it nothing was given, after which the place could be noted."""
+    trainer, seen = make(fails_in=update)
+    torch.manual_seed(1)
+    loader = LOADERS[kind]()
+    with pytest.raises(ConnectionError, match="once"):
+        trainer.run(loader, max_iters=UPDATES, epoch_length=epoch_length)
+    trainer.run(loader, max_iters=UPDATES, epoch_length=epoch_length)
+    in_order = [[int(one) for one in batch] for batch in seen]
+    assert in_order == [[int(one) for one in batch] for batch in by_hand(kind)]
+
+
+def stopped_at_the_end_of_an_epoch(directory: Path, kind: str) -> list[list[float]]:
+    found = []
+    for updates in (3, 5):
+        trainer, seen = make()
+        Checkpoint(directory).attach(trainer)
+        loader = Restarting() if kind == "restarting" else pipeline(SequentialSampler(INDEX))
+        trainer.run(loader, max_iters=updates)
+        found += [[int(one) for one in batch] for batch in seen]
+        found.append([trainer.state.epoch])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["nodes", "restarting"])
+def test_on_two_ranks_an_epoch_that_was_done_is_not_repeated(kind: str, tmp_path: Path) -> None:
+    """Each rank reads one micro-batch ahead there, so it knows the end of a pass by then."""
+    each = [[0, 1], [2, 3], [4, 5], [1], [0, 1], [2, 3], [2]]
+    assert run_ranks(stopped_at_the_end_of_an_epoch, tmp_path, kind) == [each, each]
