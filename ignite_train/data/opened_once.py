@@ -24,7 +24,13 @@ def samplers_opened_once(loader: Iterable[Any]) -> Iterator[None]:
     stand_ins = []
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         owners = [(loader, "batch_sampler"), (loader, "sampler"), (loader.batch_sampler, "sampler")]
-        stand_ins = [(vars(owner), name, _OpenedOnce(vars(owner)[name])) for owner, name in owners if _is_opened(owner, name)]
+        found = [(_attributes(owner), name) for owner, name in owners]
+        twice = loader.num_workers > 0 and not loader.persistent_workers  # a new pass then uses the second opening
+        stand_ins = [
+            (attributes, name, _OpenedOnce(attributes[name], passed_on=int(twice)))
+            for attributes, name in found
+            if attributes.get(name) is not None and not isinstance(attributes[name], Stateful)
+        ]
     for attributes, name, stand_in in stand_ins:  # past `DataLoader.__setattr__`, which refuses another sampler
         attributes[name] = stand_in
     try:
@@ -36,17 +42,24 @@ def samplers_opened_once(loader: Iterable[Any]) -> Iterator[None]:
             stand_in.end()
 
 
-def _is_opened(owner: Any, name: str) -> bool:
-    """Whether the owner has such a sampler, and it is not put back by a state of its own."""
-    sampler = getattr(owner, "__dict__", {}).get(name)
-    return sampler is not None and not isinstance(sampler, Stateful)
+def _attributes(owner: Any) -> dict[str, Any]:
+    try:
+        attributes: dict[str, Any] = vars(owner)
+    except TypeError:  # a list of batches, say
+        return {}
+    return attributes
 
 
 class _OpenedOnce:
-    """Stands for a sampler: all its iterators give what one iterator of the sampler gives, until `end` is called."""
+    """Stands for a sampler: all its iterators give what one iterator of the sampler gives, until `end` is called.
 
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
+    Args:
+        sampler: the sampler.
+        passed_on: how many openings before are those of the sampler itself, and not read.
+    """
+
+    def __init__(self, sampler: Any, *, passed_on: int) -> None:
+        self.sampler, self._passed_on = sampler, passed_on
         self._opened: Iterator[Any] | None = None
         self._has_ended = False
 
@@ -56,7 +69,8 @@ class _OpenedOnce:
     def __iter__(self) -> Iterator[Any]:
         if self._opened is None:
             opened: Iterator[Any] = iter(self.sampler)
-            if self._has_ended or isinstance(opened, Stateful):  # persistent workers keep this object
+            self._passed_on -= 1
+            if self._has_ended or self._passed_on >= 0 or isinstance(opened, Stateful):  # persistent workers keep this object
                 return opened
             self._opened = opened
         self._opened, given = tee(self._opened)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -32,6 +32,13 @@ from ignite_train.ranks import collectives
 __all__ = ["DataPosition", "how_exact", "open_loader"]
 
 _logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class _Pipeline(Protocol):
+    """A loader such as `torchdata.nodes.Loader`, whose state lacks the generators of its samplers."""
+
+    restart_on_stop_iteration: bool
 
 
 def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
@@ -68,7 +75,7 @@ def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
     doubts, note = [], ""
     if isinstance(loader, Stateful):
         note = f"resuming is as exact as the state that the {kind} gives: a buffer that shuffles a stream may not be in it"
-        if length_of(loader) is None and not isinstance(loader, DataLoader) and not _is_pipeline(loader):
+        if length_of(loader) is None and not isinstance(loader, (DataLoader, _Pipeline)):
             note += "; it has no length, so with the state of the end of a pass it must give nothing, or that epoch is repeated"
         if workers:
             doubts.append(
@@ -122,6 +129,7 @@ class DataPosition:
         self._loader, self._copies, self._num_ranks = loader, copies, collectives.world_size()
         self._seekable = loader if isinstance(loader, Seekable) else None
         self._stateful = loader if self._seekable is None and isinstance(loader, Stateful) else None
+        self._keeps_generators = self._stateful is not None and not isinstance(loader, (DataLoader, _Pipeline))
         self._description = describe_data(loader)
         self._first_sample = 0
         self._opening: dict[str, Any] = {}
@@ -387,7 +395,7 @@ class DataPosition:
 
     def _find_own_generators(self) -> dict[str, Any]:
         """The generators of the loader, its samplers and its dataset, unless its own state or the seed of a sample has them."""
-        if self._stateful is not None and not isinstance(self._loader, DataLoader) and not _is_pipeline(self._loader):
+        if self._keeps_generators:
             return {}
         found = generators_within(self._loader)
         if isinstance(self._loader, ResumableLoader) and self._loader.seeds_generators:
@@ -400,15 +408,10 @@ def _pass_of(loader: Iterable[Any]) -> object:
     return sampler_pass_of(loader) if isinstance(loader, DataLoader) else None
 
 
-def _is_pipeline(loader: Any) -> bool:
-    """Whether the loader is one like `torchdata.nodes.Loader`, whose state lacks the generators of its samplers."""
-    return hasattr(loader, "restart_on_stop_iteration")
-
-
 @contextmanager
 def _without_restart(loader: Any) -> Iterator[None]:
     """In it, a pipeline of nodes gives nothing where its state has nothing left, and does not begin the next pass."""
-    if not _is_pipeline(loader):
+    if not isinstance(loader, _Pipeline):
         yield
         return
     restarts = loader.restart_on_stop_iteration

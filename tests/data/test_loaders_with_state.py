@@ -96,7 +96,7 @@ def pipeline(sampler: Any) -> Any:
     return nodes.Loader(nodes.Mapper(batches, lambda batch: torch.tensor(batch) + torch.rand(2)))
 
 
-INDEX, KEPT = range(SAMPLES), {"num_workers": 1, "persistent_workers": True}
+INDEX = range(SAMPLES)
 LOADERS: dict[str, Callable[[], Any]] = {
     "shuffled": lambda: loader_of(batch_size=2, shuffle=True, generator=seeded()),
     "subset": lambda: loader_of(batch_size=2, sampler=SubsetRandomSampler(INDEX)),
@@ -105,7 +105,6 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "drawn at once": lambda: loader_of(batch_size=2, sampler=AtOnce(INDEX)),
     "drawn at once, batches": lambda: loader_of(batch_sampler=BatchSampler(AtOnce(INDEX), 2, drop_last=False)),
     "two workers": lambda: StatefulDataLoader(torch.arange(6.0), 2, sampler=AtOnce(INDEX), num_workers=2),
-    "workers that are kept": lambda: StatefulDataLoader(torch.arange(6.0), 2, sampler=SubsetRandomSampler(INDEX), **KEPT),
     "random": lambda: loader_of(batch_size=2, sampler=RandomSampler(INDEX)),
     "batches": lambda: loader_of(batch_sampler=BatchSampler(RandomSampler(INDEX), 2, drop_last=False)),
     "without batches": lambda: loader_of(batch_size=None, sampler=SubsetRandomSampler(INDEX[:3])),
