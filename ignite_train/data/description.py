@@ -13,7 +13,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ignite_train.data.dealing import Dealing
 from ignite_train.data.samplers import HasEpoch, ShardedSampler, samplers_of
-from ignite_train.engine.dispatch import Stateful
 from ignite_train.model.random_state import generators_within
 
 __all__ = ["DealtOrder", "Seekable", "attributes_of_samplers", "changes", "dealt_order", "describe_data", "length_of"]
@@ -117,12 +116,9 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, jumps: bool) -
 def attributes_of_samplers(loader: Iterable[Any]) -> dict[str, Any]:
     """The plain attributes of samplers of the user's own that are not told the epoch; of long ones a hash.
 
-    Such a sampler may count its passes, or shuffle the order that the pass before has left. One with a state of its own is left
-    out where the loader has a state too, which holds it.
+    Such a sampler may count its passes, or shuffle the order that the pass before has left.
     """
     samplers = samplers_of(loader) if isinstance(loader, DataLoader) else iter(())
-    if isinstance(loader, Stateful):
-        samplers = (sampler for sampler in samplers if not isinstance(sampler, Stateful))
     found = {
         f"{type(sampler).__name__}.{name}": _short(value)
         for sampler in samplers

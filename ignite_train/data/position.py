@@ -10,12 +10,20 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from ignite_train.arguments import COUNT, check_fields
 from ignite_train.data.description import Seekable, attributes_of_samplers, changes, describe_data, length_of
-from ignite_train.data.opened_once import samplers_opened_once
 from ignite_train.data.resumable_loader import ResumableLoader
+from ignite_train.data.samplers import HasEpoch, samplers_of
 from ignite_train.engine.dispatch import Stateful
 from ignite_train.errors import CheckpointError, TrainingError
 from ignite_train.internals.of_torch import pass_of, sampler_pass_of
@@ -81,6 +89,12 @@ def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
             doubts.append(
                 f"the state of the {kind} does not include the random generators of its workers: what a dataset draws there "
                 "differs after resuming; draw no random numbers there, or use a ResumableLoader"
+            )
+        if (sampler := _sampler_that_may_differ(loader)) is not None:
+            doubts.append(
+                f"the {kind} opens its {type(sampler).__name__} several times to find its place: if that draws an order at "
+                "random, or counts its passes, resuming within an epoch misses some samples and repeats others; use torch's "
+                "DataLoader, with which a drawn order is the same again, or give the sampler a state_dict"
             )
     elif _is_stream(loader):
         doubts.append(
@@ -165,8 +179,7 @@ class DataPosition:
         else:
             self._go_to_the_start(saved)
             generators = capture_random_state()
-        opens_again = self.reads_past or (self.has_restored and not self.at_end)  # the samplers, and reads past what was done
-        self._warn_of_changed_samplers(saved["opening"] if opens_again and "opening" in saved else saved)
+        self._warn_of_changed_samplers(saved["opening"] if self.reads_past and "opening" in saved else saved)
         before = {**generators, "own": self._own_generators(), "samplers": attributes_of_samplers(self._loader)}
         if not skip:
             self._before_opening = before
@@ -183,7 +196,7 @@ class DataPosition:
             return iter(())
         if not self.has_restored:
             return open_loader(self._loader)
-        with _without_restart(self._loader), samplers_opened_once(self._loader):
+        with _without_restart(self._loader):
             return open_loader(self._loader)
 
     def found(self) -> None:
@@ -253,12 +266,12 @@ class DataPosition:
         if self._seekable is not None:
             return position | {"samples": self._first_sample + rounds * self._seekable.samples_per_round}
         position |= {"micro_batches": given, "exhausted": self.exhausted and latest, "opening": self._opening}
-        if isinstance(self._loader, DataLoader):
-            position["workers"], position["samplers"] = self._loader.num_workers, attributes_of_samplers(self._loader)
         if self._stateful is not None:
             state, generators = self._notes[latest]
             own = {} if generators is None else {"generators": generators}
-            position |= {"loader": state, **own}
+            return position | {"loader": state, **own}
+        if isinstance(self._loader, DataLoader):
+            position["workers"], position["samplers"] = self._loader.num_workers, attributes_of_samplers(self._loader)
         return position
 
     def _compare(self, saved: Mapping[str, Any], *, in_epoch: bool) -> None:
@@ -352,8 +365,7 @@ class DataPosition:
         assert self._stateful is not None  # noqa: S101  # there is its state
         for reads in (False,) if isinstance(self._loader, Iterator) else (True, False):  # an iterator has one pass
             self._stateful.load_state_dict(copy.deepcopy(state))
-            with samplers_opened_once(self._loader):
-                opened = open_loader(self._loader)
+            opened = open_loader(self._loader)
             if not reads or next(opened, self) is self:
                 return
             del opened  # which ends a generator, before the state is loaded again
@@ -379,7 +391,7 @@ class DataPosition:
             for name in names
             if now.get(name) != before.get(name)
         ]
-        if changed:
+        if changed and self._stateful is None:
             _logger.warning(
                 f"the sampler is not as it was at this place of the data ({', '.join(changed)}), since what it keeps is not "
                 "saved with the place: if its order depends on them, samples are missed and others used twice; let the order "
@@ -420,6 +432,24 @@ def _without_restart(loader: Any) -> Iterator[None]:
         yield
     finally:
         loader.restart_on_stop_iteration = restarts
+
+
+def _sampler_that_may_differ(loader: Iterable[Any]) -> Any:
+    """One that a StatefulDataLoader opens more than once, or reads late, and that may draw another order then; or None.
+
+    Those of its own package are right; torch's, which draw when they are read, are below batches that the loader makes itself.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    right: tuple[type, ...] = (Stateful, HasEpoch, SequentialSampler, BatchSampler)
+    if loader.batch_size is not None:
+        right = (*right, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+    home = _package(loader)
+    return next((one for one in samplers_of(loader) if not isinstance(one, right) and _package(one) != home), None)
+
+
+def _package(one: object) -> str:
+    return type(one).__module__.partition(".")[0]
 
 
 def _is_stream(loader: Iterable[Any]) -> bool:

@@ -15,6 +15,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -23,6 +24,7 @@ from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ignite_train import ForwardOutput, Trainer, create_trainer
+from ignite_train.data.position import how_exact
 from ignite_train.handlers import Checkpoint
 from ranks import run_ranks
 
@@ -32,8 +34,11 @@ SAMPLES, EPOCHS, UPDATES = 6, 3, 9  # three batches of two in an epoch
 class Augmented(Dataset[Tensor]):
     """The numbers from 0, each with a random fraction."""
 
+    def __init__(self, size: int = SAMPLES) -> None:
+        self.size = size
+
     def __len__(self) -> int:
-        return SAMPLES
+        return self.size
 
     def __getitem__(self, index: int) -> Tensor:
         return index + torch.rand(())
@@ -75,11 +80,14 @@ class Restarting:
         self.at = state["at"]
 
 
-class AtOnce(SubsetRandomSampler):
-    """Draws its order where it is opened, and not when it is read."""
+class AtOnce(Sampler[int]):
+    """A sampler of a user's, which draws its order where it is opened, and not when it is read."""
+
+    def __len__(self) -> int:
+        return SAMPLES
 
     def __iter__(self) -> Iterator[int]:
-        return iter([*super().__iter__()])
+        return iter(torch.randperm(SAMPLES).tolist())
 
 
 def loader_of(**options: Any) -> StatefulDataLoader[Tensor]:
@@ -102,12 +110,9 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "subset": lambda: loader_of(batch_size=2, sampler=SubsetRandomSampler(INDEX)),
     "subset, loader with a generator": lambda: loader_of(batch_size=2, sampler=SubsetRandomSampler(INDEX), generator=seeded()),
     "weighted": lambda: loader_of(batch_size=2, sampler=WeightedRandomSampler(torch.arange(1.0, 7.0), SAMPLES)),
-    "drawn at once": lambda: loader_of(batch_size=2, sampler=AtOnce(INDEX)),
-    "drawn at once, batches": lambda: loader_of(batch_sampler=BatchSampler(AtOnce(INDEX), 2, drop_last=False)),
-    "two workers": lambda: StatefulDataLoader(torch.arange(6.0), 2, sampler=AtOnce(INDEX), num_workers=2),
+    "two workers": lambda: StatefulDataLoader(torch.arange(6.0), 2, sampler=SubsetRandomSampler(INDEX), num_workers=2),
     "random": lambda: loader_of(batch_size=2, sampler=RandomSampler(INDEX)),
-    "batches": lambda: loader_of(batch_sampler=BatchSampler(RandomSampler(INDEX), 2, drop_last=False)),
-    "without batches": lambda: loader_of(batch_size=None, sampler=SubsetRandomSampler(INDEX[:3])),
+    "without batches": lambda: StatefulDataLoader(Augmented(SAMPLES // 2), batch_size=None, shuffle=True, generator=seeded()),
     "nodes": lambda: pipeline(SequentialSampler(INDEX)),
     "nodes, drawn from the process": lambda: pipeline(RandomSampler(INDEX)),
     "nodes, drawn from a generator": lambda: pipeline(RandomSampler(INDEX, generator=seeded())),
@@ -178,6 +183,20 @@ def test_the_first_update_of_an_epoch_that_failed_gets_the_same_samples_again(
     trainer.run(loader, max_iters=UPDATES, epoch_length=epoch_length)
     in_order = [[int(one) for one in batch] for batch in seen]
     assert in_order == [[int(one) for one in batch] for batch in by_hand(kind)]
+
+
+MAY_DIFFER: dict[str, Callable[[], Any]] = {
+    "drawn at once": lambda: loader_of(batch_size=2, sampler=AtOnce()),
+    "batches": lambda: loader_of(batch_sampler=BatchSampler(AtOnce(), 2, drop_last=False)),
+    "batches of torch": lambda: loader_of(batch_sampler=BatchSampler(RandomSampler(INDEX, generator=seeded()), 2, False)),
+    "without batches": lambda: loader_of(batch_size=None, sampler=SubsetRandomSampler(INDEX)),
+}
+
+
+@pytest.mark.parametrize("kind", [*LOADERS, *MAY_DIFFER])
+def test_a_sampler_that_torchdata_opens_several_times_is_named(kind: str) -> None:
+    doubts, _ = how_exact((LOADERS | MAY_DIFFER)[kind]())
+    assert [doubt for doubt in doubts if "several times" in doubt] == doubts[len(doubts) - (kind in MAY_DIFFER) :]
 
 
 def stopped_at_the_end_of_an_epoch(directory: Path, kind: str) -> list[list[float]]:

@@ -204,19 +204,17 @@ class Drawing(Counting):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of_loader", [DataLoader, StatefulDataLoader])
 @pytest.mark.parametrize("again", ["in-the-process", "in-another-process"])
 @pytest.mark.parametrize("updates", [2, 4, 6], ids=lambda updates: f"after-{updates}")
 @pytest.mark.parametrize("kind", [Counting, Shuffling, CountingInTensor, Told, Drawing])
 def test_a_sampler_that_remembers_passes_is_warned_about(
-    kind: type[Counting], updates: int, again: str, of_loader: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: type[Counting], updates: int, again: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Wherever the samples differ from those of a run that was not stopped."""
-    if kind is Told and of_loader is StatefulDataLoader and updates == 4:
-        pytest.skip("torchdata opens the pass that is over again, between the call of set_epoch and the next pass")
 
     def loader() -> Any:
-        return of_loader(torch.arange(4), 1, sampler=kind())
+        sampler: Any = kind()
+        return DataLoader(torch.arange(4), 1, sampler=sampler)
 
     def run(trainer: Trainer, data: Any, updates: int) -> None:
         trainer.run(data, max_iters=updates)
@@ -239,41 +237,6 @@ def test_a_sampler_that_remembers_passes_is_warned_about(
     warned = any("the sampler is not as it was" in line and f"{kind.__name__}.passes: " in line for line in caplog.messages)
     assert warned == (seen != expected)
     assert warned is False or kind in (Counting, Shuffling, CountingInTensor)
-
-
-class CountingInState(Counting):
-    """The same, and it goes on where its state says."""
-
-    given = 0
-
-    def __iter__(self) -> Iterator[int]:
-        if self.given in (0, 4):
-            self.passes, self.given = self.passes + 1, 0
-        while self.given < 4:
-            self.given += 1
-            yield (self.given - 1 + self.passes) % 4
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"passes": self.passes, "given": self.given}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.passes, self.given = state_dict["passes"], state_dict["given"]
-
-
-@pytest.mark.parametrize("of_loader", [DataLoader, StatefulDataLoader])
-def test_a_sampler_whose_state_the_loader_keeps_is_not_warned_about(
-    of_loader: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A plain DataLoader does not keep it."""
-    found: list[list[float]] = []
-    for updates in (6, 8):
-        trainer, seen = make()
-        Checkpoint(tmp_path).attach(trainer)
-        trainer.run(of_loader(torch.arange(4), 1, sampler=CountingInState()), max_iters=updates)
-        found += seen
-    is_kept = of_loader is StatefulDataLoader
-    assert (found == [[1], [2], [3], [0], [2], [3], [0], [1]]) == is_kept
-    assert ("the sampler is not as it was" in caplog.text) != is_kept
 
 
 @pytest.mark.parametrize(

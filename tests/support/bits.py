@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
 def bit_by_bit(value: Any) -> Any:
     """Plain values for nested state, which differ if any tensor in it differs by a bit, in its dtype or its shape."""
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.shape, value.tobytes()
     if isinstance(value, Tensor):
         value = value.to_local() if hasattr(value, "to_local") else value  # of a sharded one, the shard of this rank
         return (
