@@ -79,7 +79,7 @@ class Evaluator(Loop):
         self.state = EvaluatorState()
         self.model = unwrap(model)
         self._find_data_ranks = partial(data_ranks_of_any, self.model, data_dims, option="data_dims={}")
-        self.data_ranks = self._find_data_ranks()
+        self._num_ranks, self.data_ranks = collectives.world_size(), self._find_data_ranks()
         this = weakref.proxy(self)
         self.forward, self.first_look = bind_forward(forward, lambda: this.state), FirstLook()
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -141,7 +141,8 @@ class Evaluator(Loop):
         self.state.max_epochs = 1
         self.progress.epoch_open = False
         self._forward_state = ForwardState(self.model, self.state.carried)
-        self.data_ranks = self._find_data_ranks()  # it may be made before the process group, or after
+        if self._num_ranks != collectives.world_size():  # it may be made before the process group, or after
+            self._num_ranks, self.data_ranks = collectives.world_size(), self._find_data_ranks()
         self.statistics = Statistics(
             self.statistics.device, counts=self.data_ranks.counts
         )  # without the logs of another run, which would be published as 0

@@ -160,7 +160,8 @@ class DDPCrossing(Crossing):
         if was_there:
             return ValueError(
                 f"model must be wrapped in DistributedDataParallel before {name} is frozen, got it frozen then and trained "
-                "now, where each rank would keep its own gradient; freeze it after wrapping, or attach Freeze"
+                "now, where each rank would keep its own gradient; attach Freeze, or freeze it after wrapping it with "
+                "find_unused_parameters=True"
             )
         return ValueError(
             f"model must be wrapped in DistributedDataParallel when it has all of its parameters, got {name} in the optimizer, "

@@ -179,7 +179,8 @@ def check_sharding(root: nn.Module, data_ranks: DataRanks) -> None:
     Raises:
         ValueError: a setting of torch's is in the way of that.
     """
-    _refuse_ungrouped(root)
+    if collectives.world_size() > 1:
+        _refuse_ungrouped(root)
     groups = parameter_groups(root)
     sizes = [_num_ranks(group.mesh_info) for group in groups]
     for group in groups:
@@ -229,7 +230,8 @@ def _lacking(ranks: Sequence[int], data_ranks: DataRanks) -> str:
     instead = f"call fully_shard with mesh=mesh[{', '.join(map(repr, dims))}]" if dims else "leave fully_shard out"
     return (
         f"data_dims must name each dimension over which fully_shard averages, got {dims!r} without "
-        f"{' and '.join(map(repr, lacking))}; add it if samples differ over it, or else {instead}"
+        f"{' and '.join(map(repr, lacking))}; add it if samples differ over it, or parts of them, whose number each rank then "
+        f"returns, or else {instead}"
     )
 
 

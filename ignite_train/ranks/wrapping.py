@@ -64,7 +64,7 @@ def crossing_for(
         return _elastic(model, Placeholders(model, carried, forward), in_each=in_each)
     if isinstance(model, DataParallel):
         raise TypeError("model must not be a DataParallel, whose replicas are threads; run one process for each device instead")
-    if any(isinstance(module, ReplicatedByHooks) for module in model.modules()):
+    if collectives.world_size() > 1 and any(isinstance(module, ReplicatedByHooks) for module in model.modules()):
         raise TypeError(
             "model must not have the older replicate of torch.distributed._composable applied to it, whose hooks reduce "
             "gradients in every backward; leave that call out and wrap the model in DistributedDataParallel"

@@ -16,12 +16,15 @@ from ignite.handlers import DiskSaver, EarlyStopping, global_step_from_engine
 from ignite.metrics import Loss, MeanSquaredError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import cuts
 from ignite_train import Trainer, create_evaluator, create_trainer
 from ignite_train.checkpoint import find
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.handlers import Checkpoint, JsonLines, ProgressLog, TensorBoard, Validation
+from ranks import run_ranks
 
 DATA = cuts.cut(cuts.samples(), [16, 16])
 SCORES = [5.0, 3.0, 4.0, 2.0, 2.5, 2.6, 2.7, 2.8, 1.0, 1.0]  # of epochs 1, 2, ...; with patience 3 the run stops after 7
@@ -341,3 +344,19 @@ def test_a_loader_that_ends_before_its_length_is_named() -> None:
     assert evaluator.run(loader).iteration == 5
     evaluator.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: evaluator.terminate())
     assert evaluator.run(loader).iteration == 4
+
+
+def two_evaluations_of_a_sharded_model() -> list[float]:
+    torch.manual_seed(0)
+    model, mesh = nn.Linear(4, 1), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    fully_shard(model, mesh=mesh)
+    evaluator = create_evaluator(model, lambda model, x: (model(x).square().sum(), len(x)), data_dims=("dp",))
+    return [evaluator.run([torch.ones(2, 4)]).metrics["loss"] for _ in range(2)]
+
+
+@pytest.mark.slow
+def test_a_sharded_model_is_evaluated_several_times_in_a_row() -> None:
+    """The first forward leaves the parameters of the root whole, where they are no DTensors."""
+    (first, second), others = run_ranks(two_evaluations_of_a_sharded_model)
+    assert first == second > 0
+    assert others == [first, second]
