@@ -334,8 +334,8 @@ class TrainingMetrics(Handler):
             if name != "between_updates" or totals[name] > 0:
                 found[f"{name}_seconds"] = spent
         found |= {"update_seconds": update, "data_wait": seconds["data"] / per, "train_wall": train_wall, "wall": wall}
-        if (progress := trainer.progress.of_run(trainer.state)) is not None:
-            found["progress"] = progress.before
+        if (done := trainer.progress.done_before(trainer.state)) is not None:
+            found["progress"] = done
         if (expected := trainer.expected_updates) is not None:
             apart = (wall - train_wall) / totals["updates"]  # of an update, besides its training
             found["time_to_go"] = (expected - trainer.state.iteration) * (training / updates + apart)

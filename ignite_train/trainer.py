@@ -188,7 +188,7 @@ class Trainer(Loop):
         super().__init__(update)
         self.state = TrainState() if state is None else state
         this = weakref.proxy(self)
-        self.state.ask(lambda: None if (done := this.progress.of_run(this.state)) is None else done.before, known_size)
+        self.state.ask(lambda: this.progress.done_before(this.state), known_size)
         self.requests = RankRequests()
         self.piggybacks: list[Piggyback] = []
         self.moments, self.replicas = Moments(output_transform), Replicas()

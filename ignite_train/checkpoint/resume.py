@@ -23,7 +23,7 @@ from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_state import RunState
 from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.writer import CheckpointWriter
-from ignite_train.data.position import how_exact
+from ignite_train.data.how_exact import how_exact
 from ignite_train.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
 from ignite_train.metrics import refuse_other_mode
 from ignite_train.ranks import collectives

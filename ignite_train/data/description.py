@@ -15,7 +15,17 @@ from ignite_train.data.dealing import Dealing
 from ignite_train.data.samplers import HasEpoch, ShardedSampler, samplers_of
 from ignite_train.model.random_state import generators_within
 
-__all__ = ["DealtOrder", "Seekable", "attributes_of_samplers", "changes", "dealt_order", "describe_data", "length_of"]
+__all__ = [
+    "DRAWS_NOTHING",
+    "DealtOrder",
+    "Pipeline",
+    "Seekable",
+    "attributes_of_samplers",
+    "changes",
+    "dealt_order",
+    "describe_data",
+    "length_of",
+]
 
 _KNOWN = ("torch", "torchdata", "ignite", "ignite_train", "builtins")  # packages whose samplers take orders from generators
 _DRAWN = "order drawn from"
@@ -32,7 +42,14 @@ class Seekable(Protocol):
         """Lets the next pass start after `samples` samples, counted over all ranks."""
 
 
-_DRAWS_NOTHING = (SequentialSampler, ShardedSampler, DistributedSampler, list, tuple, range)  # of samplers
+@runtime_checkable
+class Pipeline(Protocol):
+    """A loader such as `torchdata.nodes.Loader`, whose state lacks the generators of its samplers."""
+
+    restart_on_stop_iteration: bool
+
+
+DRAWS_NOTHING = (SequentialSampler, ShardedSampler, DistributedSampler, list, tuple, range)  # of samplers
 
 
 @runtime_checkable
@@ -176,7 +193,7 @@ def _describe_batches(loader: DataLoader[Any]) -> dict[str, Any]:
     else:
         described["drop_last"] = loader.drop_last
     described |= {"samples": _length_of_dataset(loader)} | _describe_sampler(sampler)
-    if not isinstance(sampler, _DRAWS_NOTHING):
+    if not isinstance(sampler, DRAWS_NOTHING):
         described[_DRAWN] = _drawn_from(loader)
     return described
 

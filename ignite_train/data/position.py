@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader
 
 from ignite_train.arguments import COUNT, check_fields
-from ignite_train.data.description import Seekable, attributes_of_samplers, changes, describe_data, length_of
+from ignite_train.data.description import Pipeline, Seekable, attributes_of_samplers, changes, describe_data
 from ignite_train.data.resumable_loader import ResumableLoader
-from ignite_train.data.samplers import HasEpoch, samplers_of
 from ignite_train.engine.dispatch import Stateful
 from ignite_train.errors import CheckpointError, TrainingError
 from ignite_train.internals.of_torch import pass_of, sampler_pass_of
@@ -37,16 +28,9 @@ from ignite_train.model.random_state import (
 )
 from ignite_train.ranks import collectives
 
-__all__ = ["DataPosition", "how_exact", "open_loader"]
+__all__ = ["DataPosition", "open_loader"]
 
 _logger = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class _Pipeline(Protocol):
-    """A loader such as `torchdata.nodes.Loader`, whose state lacks the generators of its samplers."""
-
-    restart_on_stop_iteration: bool
 
 
 def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
@@ -68,57 +52,6 @@ def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
         return iter(loader)
     finally:
         in_full(put_back)
-
-
-def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
-    """How a run that was interrupted in the middle of an epoch finds its position in `loader` again.
-
-    Returns:
-        What may differ after resuming, one sentence each, and a note, which may be empty.
-    """
-    kind = type(loader).__name__
-    if isinstance(loader, (Seekable, list, tuple)):
-        return [], ""
-    workers = loader.num_workers if isinstance(loader, DataLoader) else 0
-    doubts, note = [], ""
-    if isinstance(loader, Stateful):
-        note = f"resuming is as exact as the state that the {kind} gives: a buffer that shuffles a stream may not be in it"
-        if length_of(loader) is None and not isinstance(loader, (DataLoader, _Pipeline)):
-            note += "; it has no length, so with the state of the end of a pass it must give nothing, or that epoch is repeated"
-        if workers:
-            doubts.append(
-                f"the state of the {kind} does not include the random generators of its workers: what a dataset draws there "
-                "differs after resuming; draw no random numbers there, or use a ResumableLoader"
-            )
-        if (sampler := _sampler_that_may_differ(loader)) is not None:
-            doubts.append(
-                f"the {kind} opens its {type(sampler).__name__} several times to find its place: if that draws an order at "
-                "random, or counts its passes, resuming within an epoch misses some samples and repeats others; use torch's "
-                "DataLoader, with which a drawn order is the same again, or give the sampler a state_dict"
-            )
-    elif _is_stream(loader):
-        doubts.append(
-            f"the {kind} cannot save its position: resuming reads past what was done and is exact only if the stream gives the "
-            "same data again, as one does that draws nothing at random or is seeded; if it does not, use a ResumableLoader"
-        )
-    else:
-        note = f"resuming reads the {kind} again up to its position; a ResumableLoader jumps there"
-        if isinstance(loader, DataLoader) and workers and not loader.in_order:
-            doubts.append(
-                f"the {kind} has in_order=False: its workers give micro-batches in an order that differs from pass to pass, so "
-                "that resuming within an epoch misses some and repeats others; leave in_order out"
-            )
-        if isinstance(loader, DataLoader) and workers and loader.persistent_workers:
-            doubts.append(
-                f"the workers of the {kind} are persistent: what a dataset draws in them depends on earlier epochs and "
-                "differs after resuming; use a ResumableLoader, or persistent_workers=False"
-            )
-    if length_of(loader) is None and not workers and collectives.world_size() > 1:
-        doubts.append(
-            f"the {kind} has no length, so {collectives.world_size()} ranks read it one micro-batch ahead: what it draws from "
-            "this process's random generators differs after resuming; draw no random numbers, or fetch in workers"
-        )
-    return doubts, note
 
 
 class DataPosition:
@@ -143,7 +76,7 @@ class DataPosition:
         self._loader, self._copies, self._num_ranks = loader, copies, collectives.world_size()
         self._seekable = loader if isinstance(loader, Seekable) else None
         self._stateful = loader if self._seekable is None and isinstance(loader, Stateful) else None
-        self._keeps_generators = self._stateful is not None and not isinstance(loader, (DataLoader, _Pipeline))
+        self._keeps_generators = self._stateful is not None and not isinstance(loader, (DataLoader, Pipeline))
         self._description = describe_data(loader)
         self._first_sample = 0
         self._opening: dict[str, Any] = {}
@@ -423,7 +356,7 @@ def _pass_of(loader: Iterable[Any]) -> object:
 @contextmanager
 def _without_restart(loader: Any) -> Iterator[None]:
     """In it, a pipeline of nodes gives nothing where its state has nothing left, and does not begin the next pass."""
-    if not isinstance(loader, _Pipeline):
+    if not isinstance(loader, Pipeline):
         yield
         return
     restarts = loader.restart_on_stop_iteration
@@ -432,28 +365,3 @@ def _without_restart(loader: Any) -> Iterator[None]:
         yield
     finally:
         loader.restart_on_stop_iteration = restarts
-
-
-def _sampler_that_may_differ(loader: Iterable[Any]) -> Any:
-    """One that a StatefulDataLoader opens more than once, or reads late, and that may draw another order then; or None.
-
-    Those of its own package are right; torch's, which draw when they are read, are below batches that the loader makes itself.
-    """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return None
-    right: tuple[type, ...] = (Stateful, HasEpoch, SequentialSampler, BatchSampler)
-    if loader.batch_size is not None:
-        right = (*right, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-    home = _package(loader)
-    return next((one for one in samplers_of(loader) if not isinstance(one, right) and _package(one) != home), None)
-
-
-def _package(one: object) -> str:
-    return type(one).__module__.partition(".")[0]
-
-
-def _is_stream(loader: Iterable[Any]) -> bool:
-    """Whether the loader is a stream, and not a pass over something that can be opened again."""
-    if isinstance(loader, DataLoader):
-        return isinstance(loader.dataset, IterableDataset)
-    return isinstance(loader, Iterator) or not isinstance(loader, Sized)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Never
+from typing import Any, Never
 
 from ignite.engine import Events
 
@@ -15,24 +15,12 @@ from ignite_train.arguments import describe_error
 from ignite_train.engine.dispatch import Dispatcher, call, entries
 from ignite_train.state import TrainState, UpdateOutput
 
-__all__ = ["Batches", "Loop", "Progress", "RunProgress", "iterate_on_request"]
+__all__ = ["Batches", "Loop", "Progress", "iterate_on_request"]
 
 _END: Any = object()
 # Of each iteration: firing one without handlers takes about as long as finding it in its class.
 _GET_BATCH_STARTED, _GET_BATCH_COMPLETED = Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED
 _ITERATION_STARTED, _ITERATION_COMPLETED = Events.ITERATION_STARTED, Events.ITERATION_COMPLETED
-
-
-class RunProgress(NamedTuple):
-    """Where the running iteration, or the latest, stands in the whole run.
-
-    Attributes:
-        before: the fraction that was done before it; in [0, 1).
-        after: the fraction that is done with it; in [0, 1].
-    """
-
-    before: float
-    after: float
 
 
 @dataclass(slots=True)
@@ -98,8 +86,10 @@ class Progress:
         if self.running:
             raise RuntimeError("run was called inside a handler of the same run; call terminate() there, or use another engine")
 
-    def of_run(self, state: TrainState) -> RunProgress | None:
-        """Tells how much of the run is done, counted in iterations, also of earlier processes.
+    def done_before(self, state: TrainState) -> float | None:
+        """The fraction of the run that was done before the running iteration, or the latest; in [0, 1).
+
+        It counts iterations, also those of earlier processes.
 
         With `max_epochs` each epoch has the same share, whatever number of iterations it has.
 
@@ -107,7 +97,7 @@ class Progress:
             state: the counters and limits of a run that has begun.
 
         Returns:
-            The fractions, or None where they cannot be known: without a limit, or if the length of an epoch is unknown.
+            The fraction, or None where it cannot be known: without a limit, or if the length of an epoch is unknown.
         """
         if state.max_iters is not None:
             done, total = float(state.iteration), state.max_iters
@@ -119,8 +109,7 @@ class Progress:
             done, total = max(0, state.epoch - begun) + in_epoch * each, state.max_epochs
         else:
             return None
-        done = min(done, float(total))
-        return RunProgress(max(0.0, (done - each) / total), done / total)
+        return max(0.0, (min(done, float(total)) - each) / total)
 
 
 class Batches:

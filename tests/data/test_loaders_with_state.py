@@ -24,7 +24,7 @@ from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ignite_train import ForwardOutput, Trainer, create_trainer
-from ignite_train.data.position import how_exact
+from ignite_train.data.how_exact import how_exact
 from ignite_train.handlers import Checkpoint
 from ranks import run_ranks
 

@@ -31,7 +31,7 @@ from ignite_train import (
     create_trainer,
 )
 from ignite_train.data.held import Held
-from ignite_train.data.position import how_exact
+from ignite_train.data.how_exact import how_exact
 from ignite_train.handlers import Checkpoint
 from ranks import run_ranks
 

@@ -533,35 +533,31 @@ def test_the_time_to_go_counts_evaluation_apart(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("limit", [{"max_epochs": 3}, {"max_iters": 9}, {}])
 def test_progress_is_below_one_and_rises(limit: dict[str, int]) -> None:
-    """Also with epochs of different lengths, between epochs and after the run."""
+    """From update to update, also with epochs of different lengths."""
     trainer, seen = make(accumulation_steps=[1, 2, 3] if "max_epochs" in limit else 2), []
-    begin = (Events.STARTED, Events.EPOCH_STARTED, Events.ITERATION_STARTED)
-    for event in (*begin, EVERY, Events.EPOCH_COMPLETED, Events.COMPLETED):
-        trainer.add_event_handler(event, lambda: seen.append(trainer.progress.of_run(trainer.state)))
+    for event in (Events.STARTED, Events.ITERATION_STARTED, EVERY, Events.COMPLETED):
+        trainer.add_event_handler(event, lambda: seen.append(trainer.progress.done_before(trainer.state)))
     trainer.run(DATA, **limit)
     known = [progress for progress in seen if progress is not None]
-    assert [progress.after for progress in known] == sorted(progress.after for progress in known)
-    assert (known[0].after, known[-1].after) == (0.0, 1.0)
-    assert all(0 <= progress.before < 1 and progress.before <= progress.after for progress in known)
-    if "max_epochs" in limit:
-        in_epochs = [progress.after for progress in seen[-len(seen) :] if progress is not None]
-        assert pytest.approx(1 / 3) in in_epochs
-        assert pytest.approx(2 / 3 + 1 / 6) in in_epochs, "the first of two updates in the third epoch"
+    assert known == sorted(known)
+    if limit:
+        assert known[0] == 0.0 < known[-1] < 1.0
+        assert known[-1] == pytest.approx(8 / 9 if "max_iters" in limit else 2 / 3 + 1 / 6)
 
 
 def test_progress_of_a_run_that_continues_between_epochs_is_what_it_was() -> None:
     """It begins where the epoch before has ended, with no update of the next one done."""
     whole, ended = make(), []
     whole.add_event_handler(
-        Events.EPOCH_COMPLETED(once=2), lambda: ended.append((whole.progress.of_run(whole.state), whole.state_dict()))
+        Events.EPOCH_COMPLETED(once=2), lambda: ended.append((whole.progress.done_before(whole.state), whole.state_dict()))
     )
     whole.run(DATA, max_epochs=4)
     ((expected, state),) = ended
     resumed, begun = make(), []
     resumed.load_state_dict(state)
-    resumed.add_event_handler(Events.STARTED, lambda: begun.append(resumed.progress.of_run(resumed.state)))
+    resumed.add_event_handler(Events.STARTED, lambda: begun.append(resumed.progress.done_before(resumed.state)))
     resumed.run(DATA)
-    assert begun == [expected] == [(pytest.approx((2 - 1 / len(DATA)) / 4), 0.5)]
+    assert begun == [expected] == [pytest.approx((2 - 1 / len(DATA)) / 4)]
 
 
 def test_progress_is_unknown_without_a_length() -> None:
