@@ -221,8 +221,7 @@ class Checkpoint(Handler):
         weights of an optimizer (`OptimizerModes`), these are put into the model, and the handler's average, or the optimizer's
         state, comes from the best checkpoint too, so that the next evaluation scores the same weights; the optimizer is left in
         its eval mode. If the checkpoint lacks them, a warning says so, and the model has the weights that were trained. Where
-        an evaluator has both, attach `OptimizerModes` before `ModelEMA.use_in`; in the other order the weights of the average
-        are not those that were scored.
+        an evaluator has both, it scores the average, and that is what the model has.
 
         Nothing else is loaded: counters and other handlers stay as training has left them. To train on from the best
         checkpoint, pass its path to `trainer.run(resume=...)` in a new script.

@@ -79,8 +79,9 @@ class OptimizerModes(Handler):
             raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
         trainer.on_enter.append(self._begin)
         if evaluator is not None:
-            evaluator.run_within(partial(self._evaluating, trainer.replicas))
-            evaluator.scored_weights.append(self)
+            # Outside of an average: the optimizer computes its other weights from those that are trained.
+            evaluator.run_within(partial(self._evaluating, trainer.replicas), first=True)
+            evaluator.scored_weights.insert(0, self)
 
     @property
     def has_weights(self) -> Optimizer:

@@ -14,7 +14,7 @@ from torch import nn
 
 import cuts
 from bits import bit_by_bit
-from ignite_train import Trainer, create_evaluator, create_trainer
+from ignite_train import Trainer, TrainEvents, create_evaluator, create_trainer
 from ignite_train.checkpoint import load_weights
 from ignite_train.handlers import Checkpoint, ModelEMA, OptimizerModes, Validation
 from mistakes import Mistake, assert_one_line
@@ -55,18 +55,34 @@ def job(directory: Path | None = None, *, validates: bool = True) -> Any:
 
 
 @pytest.mark.parametrize("modes_first", [True, False])
-def test_an_average_and_the_modes_are_undone_in_reverse_order(modes_first: bool) -> None:
-    """Both change the weights for an evaluation, each from what the other one has made of them."""
+def test_an_average_is_scored_also_where_the_optimizer_has_modes(modes_first: bool, tmp_path: Path) -> None:
+    """In both orders the score is that of the average as it is, nothing is left of the evaluation, and the best is loaded."""
     trainer, model, optimizer, _, _ = job(validates=False)
-    ema, evaluator = ModelEMA(0.5), create_evaluator(model, cuts.forward)
+    ema, evaluator = ModelEMA(0.5, warm_up=False), create_evaluator(model, cuts.forward)
     ema.attach(trainer)
+    averages = [value.detach().clone() for value in model.parameters()]
+
+    @trainer.on(TrainEvents.STEP_COMPLETED)
+    def average_by_hand() -> None:
+        for average, weight in zip(averages, model.parameters(), strict=True):
+            average.lerp_(weight.detach(), 0.5)
+
     steps = [lambda: OptimizerModes(optimizer).attach(trainer, evaluator=evaluator), lambda: ema.use_in(evaluator)]
     for step in steps if modes_first else reversed(steps):
         step()
+    Validation(evaluator, DATA).attach(trainer)
+    checkpoint = Checkpoint(tmp_path, every_epochs=1, score="loss", asynchronous=False)
+    checkpoint.attach(trainer, evaluator=evaluator)
     trainer.run(DATA, max_epochs=1)
     before = bit_by_bit(model.state_dict())
-    evaluator.run(DATA)
+    score = evaluator.run(DATA).metrics["loss"]
     assert bit_by_bit(model.state_dict()) == before
+
+    by_hand = cuts.linear()
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(averages), by_hand.parameters())
+    assert score == pytest.approx(create_evaluator(by_hand, cuts.forward).run(DATA).metrics["loss"], rel=1e-12)
+    assert checkpoint.load_best().score == score
+    torch.testing.assert_close(model.state_dict(), by_hand.state_dict(), rtol=1e-12, atol=0.0)
 
 
 def test_the_score_is_that_of_the_average() -> None:
