@@ -36,6 +36,7 @@ from ignite_train.model.in_full import in_full, put_entries_back
 from ignite_train.model.loss_declaration import FirstLook
 from ignite_train.model.modes import modes_of, set_modes
 from ignite_train.model.precision import Precision, PrecisionName
+from ignite_train.model.reshard import reshard
 from ignite_train.other_words import answers_other_words, made_by
 from ignite_train.ranks import collectives
 from ignite_train.ranks.data_ranks import checked_data_dims
@@ -61,7 +62,7 @@ class Evaluator(Loop):
     empty at the start of each run and separate from the trainer's.
 
     Attributes:
-        scored_weights: the handlers that put other weights into the model for each run, in their order.
+        scored_weights: the handlers that put other weights into the model for each run, the outermost first.
     """
 
     state: EvaluatorState
@@ -152,6 +153,8 @@ class Evaluator(Loop):
     def _run_inside(self, contexts: Sequence[Callable[[], AbstractContextManager[Any]]], loader: Iterable[Any]) -> None:
         """Runs it in these contexts, and innermost in eval mode: a module may compute something from its weights there.
 
+        Afterwards a sharded model has its shards as parameters: the contexts write into these, and so does the next step.
+
         The contexts are nested, since in an `ExitStack` Ctrl-C may come after one is entered and before its end is noted.
         """
         if contexts:
@@ -159,11 +162,16 @@ class Evaluator(Loop):
                 self._run_inside(contexts[1:], loader)
             return
         modes, evaluated = modes_of(self.model), modes_of(self.model, training=())
+
+        def put_back() -> None:
+            reshard(self.model)  # first, so that a module which changes its weights in `train()` changes those that are trained
+            set_modes(modes, since=evaluated)
+
         try:
             self.model.eval()
             super().run(loader)
         finally:
-            in_full(partial(set_modes, modes, since=evaluated))
+            in_full(put_back)
 
     def _expected_length(self, data: Iterable[Any]) -> int | None:
         """Micro-batches of this rank; other ranks may have more or fewer."""

@@ -8,10 +8,10 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ignite_train.internals.of_torch import RunningNorm, foreach_lerp_
+from ignite_train.model.reshard import reshard
 
 __all__ = ["averaged_statistics", "averaged_tensors", "local_tensors", "move_towards", "names_of_tensors", "plain_name"]
 
@@ -21,9 +21,7 @@ plain_name: Callable[[str], str] = partial(re.compile(r"_orig_mod\.|_checkpoint_
 
 def averaged_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Averages are of these, by name: parameters, as shards where they are sharded, and statistics of normalisation layers."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # an evaluation may have left whole parameters in their place
+    reshard(model)  # an evaluation by another engine may have left whole parameters in their place
     parameters = {plain_name(name): value for name, value in model.named_parameters()}
     averaged = {name: value for name, value in parameters.items() if value.is_floating_point() or value.is_complex()}
     return averaged | averaged_statistics(model)
