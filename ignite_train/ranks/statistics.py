@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ignite_train.device.streams import copy_on
 from ignite_train.device.to_host import ToHost, is_on_host
 from ignite_train.errors import ForwardContractError
-from ignite_train.forward import ForwardOutput, Mean
+from ignite_train.forward import TERM, ForwardOutput, Mean
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback, RankRequests
 
@@ -131,6 +131,8 @@ class Statistics:
     Args:
         device: where losses live. On the CPU sums are kept by the host; elsewhere they stay on the device until `finish`.
         counts: whether what is added here counts; False where another rank is fed the same micro-batches and its sums do.
+        keeps_empty: whether `finish` gives logs whose sum and denominator are 0. They are no news of an update: the ranks send
+            such zeros for each name that they have known, and a resumed process does not know it yet.
 
     Attributes:
         on_host: whether the host keeps them.
@@ -138,8 +140,8 @@ class Statistics:
         ranks: over whom they go; the ranks of the process group, unless a way of crossing sets others.
     """
 
-    def __init__(self, device: torch.device, *, counts: bool = True) -> None:
-        self.device, self.counts = device, counts
+    def __init__(self, device: torch.device, *, counts: bool = True, keeps_empty: bool = False) -> None:
+        self.device, self.counts, self._keeps_empty = device, counts, keeps_empty
         self.on_host = is_on_host(device)
         self._reading = ToHost(device)
         self.ranks: Ranks = _AllRanks()
@@ -307,7 +309,7 @@ class Statistics:
         piggybacks = self._piggybacks
         self.reset()
         if self._has_weights:
-            totals = _with_log_weights(totals)
+            totals = _with_log_weights(totals, keeps_empty=self._keeps_empty)
         for piggyback in piggybacks:
             piggyback.on_reduced(payload[: piggyback.payload_size])
             payload = payload[piggyback.payload_size :]
@@ -449,14 +451,20 @@ def _plus(total: float | Tensor, number: float | Tensor) -> float | Tensor:
     return number if type(total) is float and total == 0.0 and isinstance(number, Tensor) else total + number
 
 
-def _with_log_weights(totals: Totals) -> Totals:
-    """Puts the logs under the names that the user gave them, and their denominators beside them."""
+def _with_log_weights(totals: Totals, *, keeps_empty: bool) -> Totals:
+    """Puts the logs under the names that the user gave them, and their denominators beside them.
+
+    A term of the loss stays where it is empty, because its mean is looked for by its name.
+    """
     logs: dict[str, float] = {}
     weights: dict[str, float] = {}
     for key, value in totals.logs.items():
         name, _, kind = key.partition("\0")
-        if kind == "weight":
-            weights[name] = value
+        if kind == "weight":  # which comes behind its sum
+            if value or logs[name] or keeps_empty or name.startswith(TERM):
+                weights[name] = value
+            else:
+                del logs[name]
         elif name in logs:
             raise ForwardContractError(
                 f"logs[{name!r}] must be a pair (sum, denominator) or a Mean in all micro-batches or in none, and forward "

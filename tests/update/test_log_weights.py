@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
@@ -24,7 +25,7 @@ from ignite_train import (
     create_evaluator,
     create_trainer,
 )
-from ignite_train.handlers import TrainingMetrics
+from ignite_train.handlers import Checkpoint, TrainingMetrics
 from ignite_train.ranks.statistics import Statistics
 from ranks import run_ranks
 from setups import Setup
@@ -101,14 +102,14 @@ def test_windows_of_metrics_add_up_both(build: Build) -> None:
 
 
 def test_a_denominator_of_zero_gives_no_number(build: Build) -> None:
-    """An interval or an evaluation without a token of some kind has no mean of it, and does not fail."""
+    """An interval without a token of some kind has no mean of it, in an evaluation it is NaN, and neither fails."""
 
     def forward(model: nn.Module, micro_batch: Sentences) -> ForwardOutput:
         return per_sentence(model, micro_batch)._replace(logs={"rare": (0.0, 0)})
 
     setup = build(forward)
     TrainingMetrics().attach(setup.trainer)
-    assert math.isnan(setup.trainer.run(DATA, max_epochs=1).metrics["rare"])
+    assert "rare" not in setup.trainer.run(DATA, max_epochs=1).metrics
     assert math.isnan(create_evaluator(setup.model, forward).run(DATA).metrics["rare"])
 
 
@@ -385,6 +386,45 @@ def test_a_mean_of_one_rank_is_over_its_samples() -> None:
     expected = float(cuts.samples()[0][:9, 0].mean())
     for found in run_ranks(mean_on_one_rank):
         assert found == pytest.approx((expected, expected), rel=1e-9)
+
+
+Records = list[tuple[dict[str, float], dict[str, float]]]
+
+
+def rarely_in_two_runs(directory: str) -> tuple[Records, Records]:
+    """Logs and denominators of updates 4 to 6, of a whole run and of a resumed one; the mean is of update 2 alone."""
+
+    def rarely(model: nn.Module, micro_batch: cuts.Sample) -> ForwardOutput:
+        size = len(micro_batch[0])
+        logs = {"first": Mean(2.0)} if size > 8 else {}
+        return ForwardOutput(cuts.forward(model, micro_batch).loss, size, {**logs, "pair": (1.0, size)})
+
+    def run(name: str, updates: int) -> Records:
+        model, records = cuts.linear(), Records()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        trainer = create_trainer(model, optimizer, rarely, options=UpdateOptions(reduction="explicit"))
+        Checkpoint(Path(directory) / name, every=1, asynchronous=False).attach(trainer)
+
+        @trainer.on(Events.ITERATION_COMPLETED)
+        def keep() -> None:
+            record = trainer.state.update_output
+            assert record is not None
+            records.append((dict(record.logs), dict(record.log_weights)))
+
+        trainer.run(cuts.shard([[2, 9, 2, 2, 2, 2]] * idist.get_world_size()), max_iters=updates)
+        return records
+
+    run("parts", 3)
+    return run("whole", 6)[3:], run("parts", 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_update_has_no_mean_that_nobody_returned(tmp_path: Path, world_size: int) -> None:
+    """Whether or not the process has seen its name: a resumed run has the records of the whole one, on several ranks too."""
+    expected = [({"pair": float(world_size)}, {"pair": 2.0 * world_size})] * 3
+    ranks = run_ranks(rarely_in_two_runs, str(tmp_path), world_size=world_size)
+    assert ranks == [(expected, expected)] * world_size
 
 
 def test_sums_on_a_device_are_rewound() -> None:
