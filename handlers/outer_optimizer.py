@@ -219,7 +219,7 @@ class OuterOptimizer(Handler):
         """Warns at the end of a run that the replicas are not equal: the model of each rank is another one."""
         if self._num_updates and collectives.world_size() > 1 and not trainer.replicas.are_equal:
             _logger.warning(
-                f"the run has ended {self._num_updates} updates after an outer step: each rank has weights of its own; end "
+                f"the run has ended {_updates(self._num_updates)} after an outer step: each rank has weights of its own; end "
                 "at an outer step before the model is used"
             )
 
@@ -308,10 +308,14 @@ class _Replica:
         num_updates, num_ranks = state_dict["num_updates"], state_dict["num_ranks"]
         if num_updates and num_ranks != collectives.world_size():
             raise ValueError(
-                f"the checkpoint was written {num_updates} updates after an outer step, by {num_ranks} replicas that differ, "
+                f"the checkpoint was written {_updates(num_updates)} after an outer step, by {num_ranks} replicas that differ, "
                 f"and this run has {collectives.world_size()}; use {num_ranks} ranks, or a checkpoint of an outer step"
             )
         self._outer._num_updates, self._trainer.replicas.are_equal = num_updates, num_updates == 0
         with torch.no_grad():
             for name, value in state_dict.get("weights", {}).items():
                 self._outer._named[name].copy_(value)
+
+
+def _updates(number: int) -> str:
+    return "1 update" if number == 1 else f"{number} updates"
