@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import ignite.distributed as idist
@@ -379,6 +380,22 @@ def test_a_micro_batch_that_does_not_fit_costs_the_value_and_not_the_run(mode: A
     trainer.run(batches(), max_epochs=2)
     assert seen == [(0, True), (1, False), (0, True), (int(mode == "skip"), False)]
     assert len([line for line in caplog.messages if line.startswith("CurvatureMonitor leaves out its value after")]) == 1
+
+
+def test_on_several_ranks_lack_of_memory_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others may wait in a collective of forward, which this rank would not join."""
+    model = nn.Linear(3, 1)
+
+    def narrow(model: nn.Module, x: Tensor) -> Tensor:
+        if trainer.state.micro_batch_in_group is not None and trainer.state.update_output is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return model(x).square().mean()
+
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), narrow)
+    CurvatureMonitor(narrow, every=1).attach(trainer)
+    monkeypatch.setattr("ignite_train.handlers.curvature_monitor.collectives", SimpleNamespace(world_size=lambda: 2))
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.run([torch.ones(2, 3)])
 
 
 def test_complex_parameters_are_refused() -> None:
