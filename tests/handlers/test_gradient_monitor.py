@@ -20,6 +20,7 @@ from bits import bit_by_bit
 from ignite_train import ForwardOutput, Trainer, TrainEvents, UpdateOptions, count_traffic, create_trainer
 from ignite_train.engine.dispatch import entries
 from ignite_train.handlers import Checkpoint, Freeze, GradientMonitor, OuterOptimizer
+from ignite_train.handlers.gradient_monitor import _norms
 from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
 
@@ -156,6 +157,15 @@ def test_norms_whose_squares_float32_does_not_hold(dtype: torch.dtype, scale: fl
     metrics = trainer.run([torch.full((1, 3), 2.0, dtype=dtype)]).metrics
     assert metrics["layer_grad_norm/model"] == pytest.approx(2.0 * scale * math.sqrt(3), rel=1e-2)
     assert metrics["dead_layers"] == 0
+
+
+def test_on_the_cpu_norms_take_no_copy_of_a_tensor() -> None:
+    """In float64 torch copies it there."""
+    tensors = [torch.ones(100_000), torch.zeros(0), torch.full((4,), 1e-30)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        found = _norms(tensors)
+    assert max(event.self_cpu_memory_usage for event in profile.events()) < 10_000
+    assert found.tolist() == pytest.approx([math.sqrt(100_000), 0.0, 2e-30])
 
 
 def test_layers_together() -> None:
