@@ -32,7 +32,7 @@ _HUB_FILES = (
     *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
     *("*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin"),
 )
-_SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
+_SHARD = re.compile(r"-\d{5}-of-(?!00001\.)\d{5}\.")  # one of several
 _WRAPPER = "module."  # what DistributedDataParallel adds to each name
 
 
@@ -53,16 +53,18 @@ def load_weights(
             one name is enough. Or a directory of `torch.distributed.checkpoint`.
         entry: as for `consolidate`: `"ModelEMA"` loads the average. Only for a directory.
         best: the checkpoint with the best score, of the directory of a run.
-        strict: False leaves out weights that only the file or only the model has, or that differ in shape or in kind (floating
-            point, complex, integer, bool): for a model with another last layer. Floating-point numbers take the model's dtype.
+        strict: False leaves out weights that only the file or only the model has, or that differ in shape, or whose numbers
+            would not be the same in the model's dtype: for a model with another last layer. Floating-point numbers, and complex
+            ones, are rounded to the model's dtype.
 
     Returns:
         The names of the model's parameters and buffers that were not loaded; empty if `strict`.
 
     Raises:
         TypeError: `model` is not a module.
-        CheckpointError: the checkpoint or file is missing, or it is of another model, or the model is on the meta device or
-            lazy; the model is unchanged. Or its own `load_state_dict` refuses the state, which it may have loaded in part.
+        CheckpointError: the checkpoint or file is missing, or it is of another model, or what it has is on the meta device or
+            lazy in the model; the model is unchanged. Or its own `load_state_dict` refuses the state, which it may have loaded
+            in part.
         DamagedCheckpointError: something that was needed is not what was written.
 
     Example:
@@ -79,9 +81,9 @@ def load_weights(
         raise TypeError(f"model must be a torch.nn.Module, got {describe(model)}")
     module, path = SavedModule(unwrap(model)), path_of("path", path)
     wanted = module.state_dict()
-    _refuse_without_memory(wanted)
     found = read_weights(path, entry=entry, best=best)
     plain = _plain_names(wanted)
+    _refuse_without_memory({name: value for name, value in wanted.items() if plain[name] in found})
     for names in tied_names(wanted):  # a file may have each tensor once
         there = next((plain[name] for name in names if plain[name] in found), None)
         found |= {} if there is None else {plain[name]: found[there] for name in names if plain[name] not in found}
@@ -90,7 +92,7 @@ def load_weights(
     if (strict and (left or unknown)) or len(left) == len(wanted):
         name = (left or unknown)[0]
         wrong = (
-            "it has another shape or kind of numbers there"
+            "it has another shape there, or numbers that would be cut off"
             if name in left and plain[name] in found
             else "only one of them has it"
         )
@@ -100,11 +102,24 @@ def load_weights(
         )
     fitting = {name: found[plain[name]] for name in wanted if name not in left}
     check_tied(str(path), "model", wanted, fitting)
+    parts = {name: _as_part_of(wanted[name], value) for name, value in fitting.items()}
     try:
-        module.load_state_dict({name: _as_part_of(wanted[name], v) for name, v in fitting.items()}, strict=not left)
+        _hand_over(module, wanted, parts)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # a module may raise anything
         raise CheckpointError(f"the model refuses what {path} holds: {type(error).__name__}: {one_line(error)}") from error
     return left
+
+
+def _hand_over(module: SavedModule, wanted: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+    """Loads the parts of a state, with the module's own values for the others, since a module may look for all of its names."""
+    try:
+        module.load_state_dict({**wanted, **parts})
+    except Exception as error:
+        if isinstance(error, torch.OutOfMemoryError) or parts.keys() == wanted.keys():
+            raise
+        module.load_state_dict(parts, strict=False)  # some do not take back what they give themselves
 
 
 def _refuse_without_memory(wanted: Mapping[str, Any]) -> None:
@@ -223,14 +238,19 @@ def _plain_names(state: Iterable[str]) -> dict[str, str]:
 
 
 def _fits(wanted: Any, found: Any) -> bool:
-    if isinstance(wanted, Tensor) or isinstance(found, Tensor):
-        return isinstance(wanted, Tensor) and isinstance(found, Tensor) and _form(wanted) == _form(found)
-    return True
+    if isinstance(wanted, Tensor) and isinstance(found, Tensor):
+        return wanted.shape == found.shape and _is_kept(found, wanted.dtype)
+    return not isinstance(wanted, Tensor) and not isinstance(found, Tensor)
 
 
-def _form(tensor: Tensor) -> tuple[Any, ...]:
-    """The shape and the kind of numbers; torch itself would cut off fractions and imaginary parts."""
-    return tensor.shape, tensor.is_floating_point(), tensor.is_complex(), tensor.dtype is torch.bool
+def _is_kept(found: Tensor, dtype: torch.dtype) -> bool:
+    """Whether numbers stay the same in `dtype`, or are rounded; torch itself would cut off fractions and imaginary parts."""
+    if found.is_complex():
+        return dtype.is_complex
+    real = dtype.to_real()
+    if found.dtype == real or (found.is_floating_point() and real.is_floating_point):
+        return True
+    return torch.equal(found.to(real).to(found.dtype), found)
 
 
 def _as_part_of(wanted: Any, found: Any) -> Any:

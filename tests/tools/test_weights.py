@@ -155,7 +155,8 @@ def test_another_last_layer(tmp_path: Path) -> None:
     model = net(outputs=5, seed=9)
     before = bit_by_bit(dict(model.state_dict()))
     with pytest.raises(
-        CheckpointError, match=r"'2\.weight' does not fit \(it has another shape or kind of numbers there\), and 2 more"
+        CheckpointError,
+        match=r"'2\.weight' does not fit \(it has another shape there, or numbers that would be cut off\), and 2 more",
     ):
         load_weights(model, tmp_path / "model.pt")
     assert bit_by_bit(dict(model.state_dict())) == before
@@ -209,22 +210,78 @@ KINDS = {
 
 @pytest.mark.parametrize("saved", KINDS, ids=str)
 @pytest.mark.parametrize("here", KINDS, ids=str)
-def test_a_kind_of_number_is_loaded_as_that_kind_only(here: torch.dtype, saved: torch.dtype, tmp_path: Path) -> None:
-    """Floating-point numbers of other precision fit; to integers, to truth values or from complex ones nothing is cut off."""
-    alike = [{torch.float32, torch.bfloat16, torch.float64}, {torch.complex64}, {torch.int64, torch.int32}, {torch.bool}]
+@pytest.mark.parametrize("value", [1, 2, 2.5])
+def test_numbers_are_loaded_where_nothing_of_them_is_cut_off(
+    here: torch.dtype, saved: torch.dtype, value: float, tmp_path: Path
+) -> None:
+    """Into another kind of number only if they are the same there; the imaginary part of a complex one has no place."""
     model = nn.Module()
     model.register_buffer("one", KINDS[here].clone())
     model.register_buffer("two", torch.zeros(1))
-    torch.save({"one": KINDS[saved] + 1 if saved is not torch.bool else ~KINDS[saved], "two": torch.ones(1)}, tmp_path / "m.pt")
-    if any({here, saved} <= kinds for kinds in alike):
+    written = torch.full((2,), value).to(saved)
+    torch.save({"one": written, "two": torch.ones(1)}, tmp_path / "m.pt")
+    number = written[0].item()
+    takes: Any = (
+        complex if saved is torch.complex64 else {torch.bool: bool, torch.int64: int, torch.int32: int}.get(here, float)
+    )
+    if takes(number) == number and (here is torch.complex64 or saved is not torch.complex64):
         assert load_weights(model, tmp_path / "m.pt") == []
-        assert model.get_buffer("one").tolist() == [1, 1]
+        assert model.get_buffer("one").tolist() == [number, number]
         return
-    with pytest.raises(CheckpointError, match=r"'one' does not fit \(it has another shape or kind of numbers there\)"):
+    with pytest.raises(CheckpointError, match=r"'one' does not fit \(it has another shape there, or numbers that would be cut"):
         load_weights(model, tmp_path / "m.pt")
     assert load_weights(model, tmp_path / "m.pt", strict=False) == ["one"]
     assert model.get_buffer("one").tolist() == [0, 0]
     assert model.get_buffer("two").tolist() == [1]
+
+
+class Rescaled(nn.Linear):
+    """Keeps a number that is no buffer, and reads it from each state, as quantised layers of torch do."""
+
+    scale = 2.0
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        destination[f"{prefix}scale"] = torch.tensor(self.scale)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
+        self.scale = float(state_dict.pop(f"{prefix}scale"))
+        super()._load_from_state_dict(state_dict, prefix, *more)  # type: ignore[no-untyped-call]
+
+
+def test_a_layer_that_reads_its_own_names_is_handed_what_it_has(tmp_path: Path) -> None:
+    """With strict=False, of a file that has none of them; the others are loaded."""
+    torch.save({"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)}, tmp_path / "part.pt")
+    model = nn.Sequential(nn.Linear(2, 2), Rescaled(2, 1))
+    before = bit_by_bit(dict(model[1].state_dict()))
+    assert load_weights(model, tmp_path / "part.pt", strict=False) == ["1.weight", "1.bias", "1.scale"]
+    assert model[0].weight.tolist() == [[1, 1], [1, 1]]
+    assert bit_by_bit(dict(model[1].state_dict())) == before
+
+
+@pytest.mark.parametrize("part", [nn.Linear(3, 3, device="meta"), nn.LazyLinear(3)], ids=["meta", "lazy"])
+def test_a_part_without_memory_that_the_file_lacks_is_left_out(part: nn.Module, tmp_path: Path) -> None:
+    """With strict=False."""
+    torch.save({"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)}, tmp_path / "part.pt")
+    model = nn.Sequential(nn.Linear(2, 2), part)
+    assert load_weights(model, tmp_path / "part.pt", strict=False) == ["1.weight", "1.bias"]
+    assert model[0].weight.tolist() == [[1, 1], [1, 1]]
+
+
+class WithoutRoom(nn.Linear):
+    """Runs out of memory when it loads."""
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_lack_of_memory_is_no_fault_of_the_file(strict: bool, tmp_path: Path) -> None:
+    """The error stays what it is."""
+    torch.save({"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)}, tmp_path / "m.pt")
+    model = nn.Sequential(WithoutRoom(2, 2), *([] if strict else [nn.Linear(2, 2)]))
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 2 GiB"):
+        load_weights(model, tmp_path / "m.pt", strict=strict)
 
 
 def _on_this_rank(path: str) -> Any:
@@ -286,7 +343,7 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[Path], Any]]] = {
     "unknown": (CheckpointError, r"'more' does not fit \(only one of them has it\), and 0", refused(without("", more=1))),
     "no-tensor": (
         CheckpointError,
-        r"'0.bias' does not fit \(it has another shape or kind of numbers there\)",
+        r"'0.bias' does not fit \(it has another shape there, or numbers that would be cut off\)",
         refused(without("0.bias", **{"0.bias": 1})),
     ),
     "nothing-fits": (CheckpointError, "is of another model", refused(of_another, strict=False)),
@@ -553,6 +610,17 @@ def test_of_several_files_in_a_folder_the_one_that_its_library_takes(names: tupl
     model = nn.Linear(2, 1)
     assert load_weights(model, tmp_path) == []
     assert model.weight.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00001.safetensors", "pytorch_model-00001-of-00001.bin"])
+def test_a_lone_shard_needs_no_index(name: str, tmp_path: Path) -> None:
+    """It is the whole model."""
+    model, suffix = nn.Linear(2, 1), ".safetensors" if name.endswith("safetensors") else ".pt"
+    write_weights(model.state_dict(), tmp_path / f"written{suffix}")
+    (tmp_path / f"written{suffix}").rename(tmp_path / name)
+    other = nn.Linear(2, 1)
+    assert load_weights(other, tmp_path) == []
+    assert bit_by_bit(other.state_dict()) == bit_by_bit(model.state_dict())
 
 
 def test_shards_without_their_index_are_named(tmp_path: Path) -> None:
