@@ -57,15 +57,19 @@ def latest(directory: str | Path) -> Path | None:
 
 def holds_checkpoints(path: Path) -> bool:
     """Whether a path is a checkpoint of this library, or a directory of some, damaged ones too: no other files in it count."""
-    if not path.is_dir():
-        return False
-    damaged = CheckpointDirectory(path, Disk()).set_aside_before()
-    return bool(damaged) or any(one.name == MANIFEST or is_checkpoint_name(one.name) for one in path.iterdir())
+    return (path / MANIFEST).exists() or _is_of_a_run(path)
 
 
 def is_distributed_checkpoint(path: Path) -> bool:
-    """Whether a directory is one that `torch.distributed.checkpoint` has written."""
-    return (path / DISTRIBUTED_METADATA).is_file() and not holds_checkpoints(path)
+    """Whether a directory is one that `torch.distributed.checkpoint` has written, whatever else has a `manifest.json` in it."""
+    return (path / DISTRIBUTED_METADATA).is_file() and not _is_of_a_run(path)
+
+
+def _is_of_a_run(path: Path) -> bool:
+    if not path.is_dir():
+        return False
+    damaged = CheckpointDirectory(path, Disk()).set_aside_before()
+    return bool(damaged) or any(is_checkpoint_name(one.name) for one in path.iterdir())
 
 
 def chosen_checkpoint(path: str | Path, *, best: bool = False) -> Path:

@@ -361,6 +361,15 @@ def test_torchs_distributed_checkpoints(tmp_path: Path, capsys: pytest.CaptureFi
         load_weights(other, tmp_path / "nested", entry="teacher")
 
 
+def test_a_distributed_checkpoint_beside_a_manifest_of_others_is_read(tmp_path: Path) -> None:
+    """Other programs write a file of that name too."""
+    model, other = Tied(), Tied()
+    write_weights(model.state_dict(), tmp_path / "dcp", file_format="distributed")
+    (tmp_path / "dcp" / "manifest.json").write_text("{}", encoding="utf-8")
+    assert load_weights(other, tmp_path / "dcp") == []
+    assert bit_by_bit(other.state_dict()) == bit_by_bit(model.state_dict())
+
+
 class _Runs:
     def __reduce__(self) -> Any:
         return (print, ("this must not run",))
