@@ -46,7 +46,17 @@ from ignite_train.model.memory_layout import as_bytes, local_part
 from ignite_train.model.warm_up_schedule import WarmUpSchedule
 from ignite_train.state import UpdateOutput
 
-__all__ = ["EVERY_RANK", "Difference", "Fit", "check_module", "check_tied", "config_changes", "differences", "tied_names"]
+__all__ = [
+    "EVERY_RANK",
+    "Difference",
+    "Fit",
+    "check_module",
+    "check_tied",
+    "config_changes",
+    "differences",
+    "tied_names",
+    "untied",
+]
 
 EVERY_RANK = ("trainer", "data", "results", "buffers", "generators")
 """The states that each rank writes, besides its handlers."""
@@ -337,12 +347,18 @@ def check_tied(path: str, name: str, current: Mapping[str, Any], saved: Mapping[
     Raises:
         CheckpointError: they do not, because the weights were not tied then.
     """
+    for first, key in untied(current, saved):
+        problem = f"{first!r} and {key!r} are one tensor in this run, and differ there"
+        _refuse(path, name, [problem], f"build the {name} that was saved")
+
+
+def untied(current: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Two names each of one tensor of `current` under which `saved` has other numbers than under the other."""
     for first, *others in tied_names(current):
         for key in others:
             one, other = saved.get(first), saved.get(key)
             if one is not other and isinstance(one, Tensor) and isinstance(other, Tensor) and not _same_bits(one, other):
-                problem = f"{first!r} and {key!r} are one tensor in this run, and differ there"
-                _refuse(path, name, [problem], f"build the {name} that was saved")
+                yield first, key
 
 
 def tied_names(state: Mapping[str, Any]) -> list[list[str]]:

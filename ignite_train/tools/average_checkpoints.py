@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ignite_train.arguments import describe, path_of, positive_int
-from ignite_train.checkpoint.fits import check_tied, tied_names
+from ignite_train.checkpoint.fits import tied_names, untied
 from ignite_train.checkpoint.read_checkpoint import find
 from ignite_train.errors import CheckpointError
 from ignite_train.tools.load_weights import read_weights
@@ -122,7 +122,12 @@ def _check(state: Mapping[str, Any], newest: Mapping[str, Any], path: Path, last
             f"paths must be checkpoints of one model: {name!r} is {_shown(state, name)} in {path} and "
             f"{_shown(newest, name)} in {last}"
         )
-    check_tied(str(path), "model", newest, state)
+    for one, where, other, there in ((newest, last, state, path), (state, path, newest, last)):  # in either order
+        for first, second in untied(one, other):
+            raise CheckpointError(
+                f"paths must be checkpoints of one model: {first!r} and {second!r} are one tensor in {where}, and "
+                f"differ in {there}"
+            )
 
 
 def _kind(value: Any) -> Any:

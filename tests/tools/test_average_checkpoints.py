@@ -149,7 +149,7 @@ def test_a_tensor_with_two_names_is_added_once(tmp_path: Path) -> None:
 
 
 def test_tied_weights_of_files_are_one_tensor_in_the_mean(tmp_path: Path) -> None:
-    """Of torch's files too, where two names share memory; if an earlier file has other numbers under them, it is refused."""
+    """Of torch's files too, where two names share memory; if another file has other numbers under them, it is refused."""
     for number, value in enumerate((1.0, 4.0)):
         weight = torch.full((2,), value)
         torch.save({"encoder": weight, "decoder": weight.detach()}, tmp_path / f"{number}.pt")
@@ -157,8 +157,12 @@ def test_tied_weights_of_files_are_one_tensor_in_the_mean(tmp_path: Path) -> Non
     assert {name: value.tolist() for name, value in mean.items()} == {"encoder": [2.5, 2.5], "decoder": [2.5, 2.5]}
     assert load_file(tmp_path / "mean.safetensors").keys() == {"encoder"}
     torch.save({"encoder": torch.ones(2), "decoder": torch.zeros(2)}, tmp_path / "0.pt")
-    with pytest.raises(CheckpointError, match=r"0\.pt is of another model: 'encoder' and 'decoder' are one tensor"):
-        average_checkpoints([tmp_path / "0.pt", tmp_path / "1.pt"])
+    for order in ("01", "10"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"paths must be .* one model: 'encoder' and 'decoder' are one tensor in \S+1\.pt, and differ in \S+0\.pt",
+        ):
+            average_checkpoints([tmp_path / f"{number}.pt" for number in order])
 
 
 def test_an_entry_that_only_one_of_them_has(tmp_path: Path) -> None:
