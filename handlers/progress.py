@@ -62,9 +62,10 @@ class ProgressLog(Handler):
     which the loader is waited for from 10% on, and, with `StepTimer`, the slowest rank from 1.5 times the median on. Where room
     is short, a line keeps the score that a handler follows, or the first of the user's logs, rather than the learning rate. A
     bar has the learning rate and the speed if there is room for them. An evaluation has a bar of its own, and a line with its
-    metrics, each beside that of the training where this has changed since the epoch began. At the end of the run there is one
-    more line if the user's logs have changed since the one before, as those of the last epoch do that are published when it is
-    over. A short table ends the run: time by section, best score, skipped updates, memory, files, and up to three hints.
+    metrics, each beside that of the training; in an epoch in which `TrainingMetrics` is attached and has published nothing,
+    only beside one that has changed in it. At the end of the run there is one more line if the user's logs have changed since
+    the one before, as those of the last epoch do that are published when it is over. A short table ends the run: time by
+    section, best score, skipped updates, memory, files, and up to three hints.
 
     Args:
         style: `"bar"`, or `"simple"` for lines, `"json"` for one JSON object a line with all metrics, `"none"` for nothing;
@@ -304,8 +305,10 @@ class ProgressLog(Handler):
             return
         head = f"{tag} after update {trainer.updates_done}:"
         found = single_metrics(metrics, self._left_out)
-        # Those that were published in this epoch: beside a validation others would be taken for it.
-        training = changed_numbers(single_metrics(state.metrics, self._left_out), self._before_epoch)
+        training = single_metrics(state.metrics, self._left_out)
+        if "wall" in training and training["wall"] == self._before_epoch.get("wall"):
+            # `TrainingMetrics` has published nothing in this epoch: beside a validation its numbers would be taken for it.
+            training = changed_numbers(training, self._before_epoch)
         for beside in (training.keys(), {"loss"} & training.keys(), set[str]()):  # as many as leave room for what was found
             texts = [
                 f"{name} {_short(value).rstrip()} (training {training[name]:.4g})".ljust(len(name) + _BESIDE_COLUMNS)

@@ -821,6 +821,28 @@ def test_numbers_of_an_epoch_before_are_not_beside_a_validation(capsys: pytest.C
     assert ["(training" in line for line in lines] == [True, False, True, False]
 
 
+@pytest.mark.parametrize("measures", [False, True])
+def test_a_number_that_is_published_again_and_is_the_same_is_beside_a_validation(
+    measures: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a handler of the user's, with `TrainingMetrics` and without."""
+    trainer, evaluator, _ = make()
+
+    def publish() -> None:
+        evaluator.state.metrics.clear()
+        evaluator.state.metrics.update(loss=0.5, accuracy=0.75)
+
+    evaluator.add_event_handler(Events.EPOCH_COMPLETED, publish)
+    trainer.add_event_handler(Events.EPOCH_STARTED, lambda: trainer.state.metrics.update(accuracy=1.0))
+    Validation(evaluator, DATA, sanity=0).attach(trainer)
+    ProgressLog("simple").attach(trainer, evaluator=evaluator)
+    if measures:
+        TrainingMetrics().attach(trainer, EVERY(every=3))
+    trainer.run(DATA, max_epochs=3)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("validation")]
+    assert ["accuracy 0.75 (training 1)" in line for line in lines] == [True, True, True]
+
+
 def test_a_second_attach_adds_an_evaluator(capsys: pytest.CaptureFixture[str]) -> None:
     """No line of the training is printed twice."""
     trainer, first, _ = make()
