@@ -34,8 +34,10 @@ class LearningRateFinder(FastaiLRFinder):
     - `apply_suggested_lr` takes several optimizers too, and leaves rates that are tensors the tensors that they are.
     - `save_plot` writes the curve as a picture, which takes no screen.
 
-    Random numbers, the generators that the loader holds, and its place are put back at the end, so that the run after it has
-    the bits of one without it. All ranks must use it. The method is that of L. Smith (arXiv:1506.01186).
+    Random numbers, the generators that the loader holds, and a state that the loader itself gives are put back at the end, so
+    that the run after it has the bits of one without it. A dataset or a sampler that keeps its own place, as a stream may,
+    stays where the search has left it: make another loader after it. All ranks must use it. The method is that of L. Smith
+    (arXiv:1506.01186).
 
     Args:
         make_trainer: makes a new trainer each time, by `create_trainer` or `create_supervised_trainer`. Attach no schedule in

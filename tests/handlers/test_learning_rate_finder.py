@@ -151,8 +151,22 @@ class Continuing:
         self.place = state["place"]
 
 
+class Late(Continuing):
+    """Has a state only in a pass, of which each begins anew."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.begun = True
+        return iter(MICRO_BATCHES)
+
+    def state_dict(self) -> dict[str, Any]:
+        if not hasattr(self, "begun"):
+            raise RuntimeError("not begun")
+        return super().state_dict()
+
+
 MOVED: dict[str, Callable[[], Any]] = {
     "a place of its own": Continuing,
+    "a state only in a pass": Late,
     "persistent workers": lambda: DataLoader(Noisy(), 4, shuffle=True, num_workers=1, persistent_workers=True),
 }
 
