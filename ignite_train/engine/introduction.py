@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader
@@ -51,12 +52,15 @@ def introduction(
 
 
 def precision_of(model: nn.Module, config: Mapping[str, Any]) -> str:
-    """In what it computes: `"fp32"`, what autocast takes, or the dtypes of the parameters where they are not all float32."""
+    """In what it computes: `"fp32"`, what autocast takes, or the dtypes of the parameters where they are not all float32.
+
+    Integers, as those of quantised weights, are not counted: they are not what it computes in.
+    """
     precision = str(config.get("precision", "fp32"))
-    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
-    if dtypes == {"float32"}:
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point() or parameter.is_complex()}
+    if dtypes <= {torch.float32}:
         return precision
-    names = " and ".join(sorted(dtypes))
+    names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
     return names if precision == "fp32" else f"{precision} with parameters in {names}"
 
 

@@ -91,15 +91,17 @@ def test_the_introduction_names_an_adam_that_is_not_fused(kind, settings, parame
         ([torch.float64, torch.float64], "fp32", "float64"),
         ([torch.float32, torch.bfloat16], "fp32", "bfloat16 and float32"),
         ([torch.float64], "bf16", "bf16 with parameters in float64"),
+        ([torch.float32, torch.int8], "fp32", "fp32"),
+        ([torch.complex64], "fp32", "complex64"),
     ],
 )
 def test_the_introduction_and_the_hints_know_the_dtype_of_the_parameters(dtypes, precision, says, monkeypatch):
     """Only a model in float32 without autocast is told that the card has bf16."""
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)
-    model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in dtypes])
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2, dtype=dtype), dtype != torch.int8) for dtype in dtypes])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     lines = introduction(model, [optimizer], {"precision": precision}, TrainState(), updates=None, data_ranks=1)
-    assert lines[0].endswith(f" parameters, on cpu in {says}, SGD")
+    assert lines[0].endswith(f", on cpu in {says}, SGD")
     assert precision_of(model, {"precision": precision}) == says
     assert bool(told(None, CARD, says, forward=100)) == (says == "fp32")
 
