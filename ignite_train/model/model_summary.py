@@ -102,8 +102,7 @@ def _inside(module: nn.Module) -> nn.Module:
     """The module without its wrappers, which would be a block around all others."""
     children = dict(module.named_children())
     names = ("module",) if isinstance(module, (DataParallel, DistributedDataParallel)) else WRAPPED
-    name = next((name for name in names if name in children), None)
-    return module if name is None else _inside(children[name])
+    return _inside(*children.values()) if [*children] in [[name] for name in names] else module
 
 
 def _blocks(module: nn.Module, prefix: str, depth: int) -> list[tuple[str, nn.Module]]:

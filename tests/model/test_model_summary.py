@@ -74,6 +74,15 @@ def test_a_wrapper_is_no_block(wrap: Any) -> None:
     assert model_summary(model, depth=2) == model_summary(Net(), depth=2)
 
 
+def test_a_child_with_the_name_of_a_wrapped_model_beside_others_is_a_block() -> None:
+    """Nothing around it is left out of the total."""
+    model = nn.Module()
+    model.register_module("_orig_mod", nn.Linear(2, 2))
+    model.register_module("adapter", nn.Linear(2, 2, bias=False))
+    assert model_summary(model).total.parameters == 10
+    assert model_summary(nn.Sequential(model), depth=2).total.parameters == 10
+
+
 def _sharded_on_this_rank() -> Any:
     model = Net()
     for block in (model.encoder[1], model.frozen):
