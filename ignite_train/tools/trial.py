@@ -146,9 +146,10 @@ def _fetch(loader: Iterable[Any], number: int) -> list[Any]:
     """The first micro-batches of a loader, in this process."""
     if isinstance(loader, Iterator):
         raise TypeError(f"loader must be one that can be read again, got {describe(loader)}; pass a DataLoader or a list")
+    if isinstance(loader, DataLoader):  # before its state is asked for, which may start its workers
+        loader = here = copy.copy(loader)
+        here.num_workers, here.timeout, here.prefetch_factor, here.generator = 0, 0, None, torch.Generator()
     with unmoved(loader) as own:
-        if isinstance(own, DataLoader):
-            own.num_workers, own.timeout, own.prefetch_factor, own.generator = 0, 0, None, torch.Generator()
         return list(islice(own, number))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -14,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from bits import bit_by_bit
 from ignite_train import ForwardOutput, ResumableLoader, Trainer, Tuned, create_supervised_trainer, create_trainer, tune
 from ignite_train.tools.search import Dimension, Search, race
-from ignite_train.tools.trial import TrialError
+from ignite_train.tools.trial import TrialError, TrialSamples
 from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
 from tiers import nightly
@@ -250,6 +252,20 @@ class Streaming(IterableDataset[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(X)
+
+
+class Process(IterableDataset[Tensor]):
+    """Says in which process it is read."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([torch.tensor(os.getpid())] * 8)
+
+
+def test_a_loader_that_starts_workers_for_its_state_is_read_in_this_process() -> None:
+    """Which `StatefulDataLoader` does; its workers would be one more number of them than is measured."""
+    loader: Any = StatefulDataLoader(Process(), 4, num_workers=1)
+    samples = TrialSamples(loader, 2, None, {})
+    assert [batch.tolist() for batch in samples.loader({})] == [[os.getpid()] * 4] * 2
 
 
 FIXED: dict[str, tuple[Callable[[], Any], str]] = {
