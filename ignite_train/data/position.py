@@ -68,6 +68,7 @@ class DataPosition:
 
     Attributes:
         is_stateful: whether the loader's own state is saved, which `note` asks for after each group.
+        notes_begin: whether that is asked for when a pass begins too. One of a user's class may have none before it is read.
         exhausted: whether the loader was exhausted after the latest group.
         may_break: whether another pass over the loader would end the one that was found.
     """
@@ -77,6 +78,7 @@ class DataPosition:
         self._seekable = loader if isinstance(loader, Seekable) else None
         self._stateful = loader if self._seekable is None and isinstance(loader, Stateful) else None
         self._keeps_generators = self._stateful is not None and not isinstance(loader, (DataLoader, Pipeline))
+        self.notes_begin = self._stateful is not None and not (self._keeps_generators and copies)
         self._description = describe_data(loader)
         self._first_sample = 0
         self._opening: dict[str, Any] = {}
@@ -141,7 +143,7 @@ class DataPosition:
             self._generators_before = None
         with self._refusing():
             self._set_own_generators(self._own_after)
-        if self.is_stateful and not self.has_restored:
+        if self.notes_begin and not self.has_restored:
             self.note(exhausted=False)  # its first group may have to be read again
 
     @contextmanager

@@ -45,7 +45,7 @@ def checked_loader(data: Any) -> Iterable[Any]:
 
 def _instead_of(data: Any) -> str:
     if isinstance(data, (Tensor, np.ndarray)):
-        return "; write [data] for one micro-batch, or DataLoader(data, batch_size=32)"
+        return "; write DataLoader(data, batch_size=32), list(data) if its rows are micro-batches, or [data] if it is one"
     if isinstance(data, Dataset) or (isinstance(data, Sized) and not isinstance(data, Iterable)):
         return "; write DataLoader(dataset, batch_size=32)"
     return "; call it, and pass what it returns" if inspect.isroutine(data) or isinstance(data, type) else ""

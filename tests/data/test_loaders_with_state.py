@@ -80,6 +80,19 @@ class Restarting:
         self.at = state["at"]
 
 
+class Beginning(Restarting):
+    """One that has a state only once it is read."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.begun = True
+        yield from super().__iter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        if not hasattr(self, "begun"):
+            raise RuntimeError("not begun")
+        return super().state_dict()
+
+
 class AtOnce(Sampler[int]):
     """A sampler of a user's, which draws its order where it is opened, and not when it is read."""
 
@@ -183,6 +196,20 @@ def test_the_first_update_of_an_epoch_that_failed_gets_the_same_samples_again(
     trainer.run(loader, max_iters=UPDATES, epoch_length=epoch_length)
     in_order = [[int(one) for one in batch] for batch in seen]
     assert in_order == [[int(one) for one in batch] for batch in by_hand(kind)]
+
+
+@pytest.mark.parametrize("epoch_length", [None, 2])
+@pytest.mark.parametrize("fails_in", [None, 1, 2])
+def test_a_loader_of_a_users_class_may_have_no_state_before_it_is_read(epoch_length: int | None, fails_in: int | None) -> None:
+    trainer, seen = make(fails_in)
+    loader = Beginning()
+    if fails_in is not None:
+        with pytest.raises(ConnectionError, match="once"):
+            trainer.run(loader, max_iters=6, epoch_length=epoch_length)
+    trainer.run(loader, max_iters=6, epoch_length=epoch_length)
+    assert trainer.state.iteration == 6
+    if fails_in != 1:  # of such a loader the place before its first group is not known
+        assert seen == [[0, 1], [2, 3], [4, 5]] * 2
 
 
 MAY_DIFFER: dict[str, Callable[[], Any]] = {

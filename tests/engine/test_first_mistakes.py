@@ -1097,7 +1097,7 @@ DATASET, UNLABELLED = TensorDataset(torch.ones(8, 3)), Unlabelled()
 LOOSE = DataLoader(DATASET, batch_size=16, drop_last=True)
 ITS_BATCH = "; drop_last=True leaves out a batch that is not full: pass drop_last=False, or a batch_size below 16"
 LOADER_NEEDED = "data must be a loader of micro-batches, got"
-ITS_ROWS = "; write [data] for one micro-batch, or DataLoader(data, batch_size=32)"
+ITS_ROWS = "; write DataLoader(data, batch_size=32), list(data) if its rows are micro-batches, or [data] if it is one"
 CALLED = "; call it, and pass what it returns"
 AN_EVENT = "event must be one registered on this Trainer, got"
 EVENT_WORDS = {
