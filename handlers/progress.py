@@ -62,10 +62,10 @@ class ProgressLog(Handler):
     which the loader is waited for from 10% on, and, with `StepTimer`, the slowest rank from 1.5 times the median on. Where room
     is short, a line keeps the score that a handler follows, or the first of the user's logs, rather than the learning rate. A
     bar has the learning rate and the speed if there is room for them. An evaluation has a bar of its own, and a line with its
-    metrics, each beside that of the training; in an epoch in which `TrainingMetrics` is attached and has published nothing,
-    only beside one that has changed in it. At the end of the run there is one more line if the user's logs have changed since
-    the one before, as those of the last epoch do that are published when it is over. A short table ends the run: time by
-    section, best score, skipped updates, memory, files, and up to three hints.
+    metrics, each with the training's beside it. As long as an attached `TrainingMetrics` has published nothing in this epoch,
+    only numbers of the training that have changed in it are shown there. At the end of the run there is one more line if the
+    user's logs have changed since the one before, as those of the last epoch do that are published when it is over. A short
+    table ends the run: time by section, best score, skipped updates, memory, files, and up to three hints.
 
     Args:
         style: `"bar"`, or `"simple"` for lines, `"json"` for one JSON object a line with all metrics, `"none"` for nothing;

@@ -85,9 +85,10 @@ def _doubts_of_state(loader: Iterable[Any]) -> Iterator[str]:
 
 
 def _sampler_that_may_differ(loader: Iterable[Any]) -> Any:
-    """One that a StatefulDataLoader opens more than once, or reads late, and that may draw another order then; or None.
+    """A sampler that a StatefulDataLoader opens more than once, or reads late, and that may draw another order then; or None.
 
-    Those of its own package are right; torch's, which draw when they are read, are below batches that the loader makes itself.
+    Samplers of the loader's own package are right. Torch's draw when they are read, which is right where the loader makes the
+    batches itself.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None

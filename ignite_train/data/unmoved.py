@@ -19,8 +19,8 @@ __all__ = ["unmoved"]
 def unmoved(loader: Iterable[Any]) -> Iterator[Iterable[Any]]:
     """A loader that gives what `loader` gives; what it reads in this `with` leaves the place of `loader` alone.
 
-    Of a DataLoader it is a copy with workers of its own: those of `loader`, where they persist, have random generators that a
-    pass moves. A loader with a state is put back at the end, also after an exception. Generators that it holds are not, see
+    Of a DataLoader it is a copy with workers of its own: persistent workers of `loader` have random generators that a pass
+    moves. A loader with a state is put back at the end, also after an exception. Generators that it holds are not, see
     `kept_random_state`; nor is what its dataset or sampler keeps by itself, nor a state that cannot be had before a pass.
     """
     own = loader

@@ -52,9 +52,9 @@ def introduction(
 
 
 def precision_of(model: nn.Module, config: Mapping[str, Any]) -> str:
-    """In what it computes: `"fp32"`, what autocast takes, or the dtypes of the parameters where they are not all float32.
+    """The precision of forward: `"fp32"`, the dtype of autocast, or the dtypes of the parameters if they are not all float32.
 
-    Integers, as those of quantised weights, are not counted: they are not what it computes in.
+    Integers, such as quantised weights, are not counted, since forward does not compute in them.
     """
     precision = str(config.get("precision", "fp32"))
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point() or parameter.is_complex()}

@@ -358,7 +358,7 @@ def _factors(factor: float) -> list[float]:
 
 
 def _with_memory(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-    """Those that have memory of their own to compare, and of each the part that this rank holds."""
+    """The gradients that have memory of their own to compare, and the part of each that this rank holds."""
     with torch.no_grad():
         existing = [(gradient, local_part(gradient)) for gradient in gradients if gradient is not None]
     plain = [(gradient, part) for gradient, part in existing if type(part) is Tensor and part.layout is torch.strided]

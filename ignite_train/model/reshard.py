@@ -11,8 +11,8 @@ __all__ = ["reshard"]
 def reshard(model: nn.Module) -> None:
     """Gives the modules of `fully_shard` their shards as parameters, and frees what was gathered. Does nothing in others.
 
-    Whole parameters are not what the optimizer has: a forward would not see what a step, or a handler, has written into the
-    shards since. No collective, but the next forward gathers them again: call it on all ranks, or on none.
+    The optimizer has the shards. A forward with whole parameters would not see the numbers that a step, or a handler, has
+    written into the shards since. No collective, but the next forward gathers them again: call it on all ranks, or on none.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

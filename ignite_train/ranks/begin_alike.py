@@ -16,9 +16,9 @@ __all__ = ["begin_alike"]
 def begin_alike(model: nn.Module) -> None:
     """Gives parameters and buffers to all ranks that hold the same part of them. Blocking, collective.
 
-    A plain tensor comes from rank 0. A part of a DTensor comes from its first holder: over the dimensions along which its mesh
-    has copies, and over those that its mesh lacks. A buffer that some rank lacks, or has in another shape or dtype, such as a
-    queue of its own, stays as it is on each rank; so does one without plain memory, such as a sparse one.
+    A plain tensor comes from rank 0. A part of a DTensor comes from its first holder, over the dimensions along which its mesh
+    has copies, and over each dimension that its mesh lacks. A buffer that some rank lacks, or has in another shape or dtype,
+    such as a queue of its own, stays as it is on each rank; so does one without plain memory, such as a sparse one.
 
     Raises:
         ValueError: the model is not the same on all ranks, as where each has a stage of a pipeline.

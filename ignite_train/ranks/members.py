@@ -314,8 +314,8 @@ class Members:
             if collectives.any_rank(time.monotonic() > deadline):
                 raise NoQuorumError(
                     f"the lighthouse at {self._lighthouse} has named no members for {self._patience:g} s; see whether it "
-                    f"runs and how many replicas it waits for (more than half of those that live must ask; HangWatch ends one "
-                    f"that hangs), or raise {_PATIENCE}"
+                    f"runs and how many replicas it waits for (more than half of the living replicas must ask; HangWatch ends "
+                    f"one that hangs), or raise {_PATIENCE}"
                 )
 
     def _ask(self, step: int, seconds: float) -> list[_Participant] | None:

@@ -131,8 +131,8 @@ class Statistics:
     Args:
         device: where losses live. On the CPU sums are kept by the host; elsewhere they stay on the device until `finish`.
         counts: whether what is added here counts; False where another rank is fed the same micro-batches and its sums do.
-        keeps_empty: whether `finish` gives logs whose sum and denominator are 0. They are no news of an update: the ranks send
-            such zeros for each name that they have known, and a resumed process does not know it yet.
+        keeps_empty: whether `finish` gives logs whose sum and denominator are 0. The ranks send such zeros in each update for
+            every name that they have met, which a resumed process has not met yet.
 
     Attributes:
         on_host: whether the host keeps them.

@@ -180,7 +180,7 @@ class ForwardBackward:
 
     @contextmanager
     def run_again(self) -> Iterator[None]:
-        """Within it forward finds the record of the update before, as at first, and not that of the running one."""
+        """A `with` in which forward finds the record of the update before, as at first, and not that of the running update."""
         state = self.state
         now = state.update_output, state.output
         state.update_output, state.output = self.progress.record_before
