@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ _MAGNITUDES = [2.0**exponent for exponent in range(-30, 7)]
 _EDGES = (-math.inf, *(-edge for edge in reversed(_MAGNITUDES)), *_MAGNITUDES, math.inf)
 _KINDS = ("layer_grad_norm", "layer_weight_norm", "update_ratio")
 _NONE = torch.zeros(0)  # a gradient that is missing
-_LEAST = 2.0**-50  # a norm below which the squares of elements may be too small for float32
+_PIECE = 2**18  # elements, which the cache of a processor holds in float64 too
 
 
 class Histogram(NamedTuple):
@@ -199,18 +199,17 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:
-    """The L2 norm of each, not read on an accelerator; also where float32 does not hold the squares, except on MPS."""
-    kinds = {tensor.device.type for tensor in tensors}
-    # An accelerator widens each element as it reads it. The CPU would copy the tensor, and does so only where it must.
-    is_wide = not kinds & {"cpu", "mps"} or any(tensor.dtype == torch.float64 for tensor in tensors)
-    found = foreach_norm(tensors, 2.0, dtype=torch.float64 if is_wide else torch.float32)
-    home = found[0].device
-    norms = torch.stack([norm.to(home) for norm in found]).to(torch.float32 if home.type == "mps" else torch.float64)
-    if home.type == "cpu" and not is_wide:
-        for index, (tensor, norm) in enumerate(zip(tensors, norms.tolist(), strict=True)):
-            if tensor.numel() and not _LEAST < norm < math.inf:
-                norms[index] = torch.linalg.vector_norm(tensor.to("cpu", torch.float64))
-    return norms
+    """The L2 norm of each, not read; in float64, since float32 holds neither all squares nor the sum of millions of them.
+
+    On MPS, which has no float64, in float32.
+    """
+    wide = torch.float32 if any(tensor.device.type == "mps" for tensor in tensors) else torch.float64
+    # An accelerator widens each element as it reads it; the CPU would copy the whole tensor.
+    pieces = [torch.split(tensor.reshape(-1), _PIECE) if tensor.is_cpu else (tensor,) for tensor in tensors]
+    found = iter(foreach_norm([*chain.from_iterable(pieces)], 2.0, dtype=wide))
+    norms = [[*islice(found, len(parts))] for parts in pieces]
+    whole = [one[0] if len(one) == 1 else torch.linalg.vector_norm(torch.stack(one)) for one in norms]
+    return torch.stack([norm.to(whole[0].device) for norm in whole])
 
 
 def _counts(tensor: Tensor, zeros: int = 0) -> Tensor:

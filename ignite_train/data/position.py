@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -68,7 +68,6 @@ class DataPosition:
 
     Attributes:
         is_stateful: whether the loader's own state is saved, which `note` asks for after each group.
-        notes_begin: whether that is asked for when a pass begins too. One of a user's class may have none before it is read.
         exhausted: whether the loader was exhausted after the latest group.
         may_break: whether another pass over the loader would end the one that was found.
     """
@@ -78,7 +77,6 @@ class DataPosition:
         self._seekable = loader if isinstance(loader, Seekable) else None
         self._stateful = loader if self._seekable is None and isinstance(loader, Stateful) else None
         self._keeps_generators = self._stateful is not None and not isinstance(loader, (DataLoader, Pipeline))
-        self.notes_begin = self._stateful is not None and not (self._keeps_generators and copies)
         self._description = describe_data(loader)
         self._first_sample = 0
         self._opening: dict[str, Any] = {}
@@ -129,8 +127,6 @@ class DataPosition:
         """Begins the pass at the position that `find` has prepared; it gives nothing where nothing is left."""
         if self.at_end:
             return iter(())
-        if not self.has_restored:
-            return open_loader(self._loader)
         with _without_restart(self._loader):
             return open_loader(self._loader)
 
@@ -143,8 +139,9 @@ class DataPosition:
             self._generators_before = None
         with self._refusing():
             self._set_own_generators(self._own_after)
-        if self.notes_begin and not self.has_restored:
-            self.note(exhausted=False)  # its first group may have to be read again
+        if not self.has_restored:  # the first group may have to be read again
+            with suppress(Exception):  # a loader of a user's may have a state only once it is read, and raise anything before
+                self.note(exhausted=False)
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -274,9 +271,14 @@ class DataPosition:
         if self._seekable is not None:
             self._seekable.seek(0)
         same_ranks = saved.get("world_size") == self._num_ranks
+        # A pass was open, and nothing of it done.
+        has_begun = saved.get("micro_batches") == 0 and not saved["exhausted"] and bool(saved["opening"])
         if self._stateful is not None and same_ranks and self._has_state_of_same_kind(saved):
             before = capture_random_state()
-            self._go_past(saved["loader"])
+            if has_begun:
+                self._stateful.load_state_dict(copy.deepcopy(saved["loader"]))
+            else:
+                self._go_past(saved["loader"])
             restore_random_state(before)
         elif self._stateful is not None and saved.get("loader") is not None and not same_ranks and collectives.is_main_rank():
             _logger.warning(
@@ -287,8 +289,8 @@ class DataPosition:
         if saved.get("world_size", self._num_ranks) != self._num_ranks:
             return
         own = saved.get("generators", {})
-        if self._stateful is not None and saved.get("micro_batches") == 0 and not saved["exhausted"] and saved["opening"]:
-            own, self._own_after = saved["opening"]["own"], own  # a pass was open, and nothing of it done
+        if self._stateful is not None and has_begun:
+            own, self._own_after = saved["opening"]["own"], own
         self._set_own_generators(own)
 
     def _go_past(self, state: Any) -> None:

@@ -144,7 +144,7 @@ class Stream:
                 next(self._micro_batches, None)
         self._length = length_of(self.data)
         self._place.found()
-        if self._place.notes_begin and not self._given and not self._begun:
+        if self._place.is_stateful and not self._given and not self._begun:
             self._begun[self._passes] = self._place.saved(0, 0, latest=True)
 
     def _end_pass(self) -> None:

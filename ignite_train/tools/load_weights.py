@@ -239,6 +239,8 @@ def _plain_names(state: Iterable[str]) -> dict[str, str]:
 
 def _fits(wanted: Any, found: Any) -> bool:
     if isinstance(wanted, Tensor) and isinstance(found, Tensor):
+        if wanted.is_quantized or found.is_quantized:
+            return wanted.shape == found.shape and wanted.dtype == found.dtype
         return wanted.shape == found.shape and _is_kept(found, wanted.dtype)
     return not isinstance(wanted, Tensor) and not isinstance(found, Tensor)
 

@@ -93,6 +93,34 @@ class Beginning(Restarting):
         return super().state_dict()
 
 
+class Eager:
+    """One that begins where it is opened, and draws from a generator of its own, which is in its state."""
+
+    def __init__(self) -> None:
+        self.generator, self.order, self.is_loaded = seeded(), list[int](), False
+
+    def __len__(self) -> int:
+        return SAMPLES // 2
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if not self.is_loaded:
+            self.order = torch.randperm(SAMPLES, generator=self.generator).tolist()
+        self.is_loaded = False
+        return self._rest()
+
+    def _rest(self) -> Iterator[Tensor]:
+        while self.order:
+            batch, self.order = self.order[:2], self.order[2:]
+            yield torch.tensor([float(index) for index in batch])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.order, self.is_loaded = state["order"], True
+        self.generator.set_state(state["generator"])
+
+
 class AtOnce(Sampler[int]):
     """A sampler of a user's, which draws its order where it is opened, and not when it is read."""
 
@@ -130,6 +158,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "nodes, drawn from the process": lambda: pipeline(RandomSampler(INDEX)),
     "nodes, drawn from a generator": lambda: pipeline(RandomSampler(INDEX, generator=seeded())),
     "stream": lambda: StatefulDataLoader(Numbers(), 2),
+    "of a user's": Eager,
 }
 kinds = pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] * ("workers" in kind)) for kind in LOADERS]

@@ -43,10 +43,12 @@ FOREIGN_NAMES = {
     "GRPOTrainer": "TRL",
     "GradsHistHandler": "a logger of Ignite's, in a module that not each installation can import",
     "GradsScalarHandler": "another one",
+    "Linear4bit": "bitsandbytes",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "Mixup": "timm",
     "PyTorchJob": "Kubernetes",
     "Shard": "a placement of torch.distributed.tensor",
+    "StatefulDataLoader": "torchdata",
     "SupervisedTrainer": "MONAI",
 }
 ELSEWHERE = (

@@ -658,3 +658,16 @@ def rewritten(folder: Path, changes: dict[str, str]) -> None:
     index = json.loads(path.read_text(encoding="utf-8"))
     index["weight_map"] |= changes
     path.write_text(json.dumps(index), encoding="utf-8")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantised_weight_does_not_fit_into_another_one(tmp_path: Path) -> None:
+    """Torch has no conversion between the two; the other weights are loaded."""
+    torch.save(
+        {"weight": torch.quantize_per_tensor(torch.ones(1, 2), 0.1, 0, torch.qint8), "bias": torch.ones(1)}, tmp_path / "m.pt"
+    )
+    model = nn.Linear(2, 1)
+    with pytest.raises(CheckpointError, match="'weight' does not fit"):
+        load_weights(model, tmp_path / "m.pt")
+    assert load_weights(model, tmp_path / "m.pt", strict=False) == ["weight"]
+    assert model.bias.item() == 1.0
