@@ -278,7 +278,7 @@ def test_a_group_that_is_never_formed_is_given_up(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(members.Members, "_ask", lambda *_: [only])
 
-    with pytest.raises(NoQuorumError, match=r"has named no members for 0.2 s; .*more than half of those that live must ask"):
+    with pytest.raises(NoQuorumError, match=r"has named no members for 0.2 s; .*more than half of the living replicas must ask"):
         members.Members("http://127.0.0.1:1").renew(lambda: 0)
     assert not wait.is_set()
     wait.set()
