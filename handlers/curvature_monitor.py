@@ -31,9 +31,9 @@ class CurvatureMonitor(Handler):
     a gradient; without any it is left out. The loss is the mean over the update's micro-batches on all ranks, at the weights
     after the step. Plain gradient descent diverges along that direction where λ > 2 / learning rate. DeepSpeed's eigenvalues
     are the same, divided by the largest of all blocks. An update that has a name, see `trainer.update(..., name=...)`, may have
-    another forward and is left out. So is one of which a micro-batch does not fit into memory here, in a run of one process;
-    the log warns once. On several ranks the run ends by that `torch.OutOfMemoryError`, since forward may have collectives, in
-    which the others would wait.
+    another forward and is left out. An update is left out too if a micro-batch of it does not fit into memory here, in a run of
+    one process; the log warns once. On several ranks the run ends by that `torch.OutOfMemoryError`, since forward may have
+    collectives, in which the others would wait.
 
     The power iteration (G. Golub and C. Van Loan, Matrix Computations, 7.3) repeats v ← Hv / ‖Hv‖ from a random v, with λ =
     vᵀHv, until ‖Hv - λv‖ ≤ `tolerance` · |λ|. Each step of it costs a forward and two backwards of the group, reads of the
@@ -188,7 +188,7 @@ class CurvatureMonitor(Handler):
             if collectives.world_size() > 1:
                 raise  # the others may wait in a collective of forward
             error.__traceback__ = None  # its frames hold the graph
-            sample_size = math.nan  # so that there is no value
+            sample_size = math.nan  # which makes the value NaN, and NaN is left out
             if "curvature" not in trainer.progress.warned:
                 trainer.progress.warned.add("curvature")
                 trainer.logger.warning(

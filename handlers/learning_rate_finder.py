@@ -162,7 +162,7 @@ class LearningRateFinder(FastaiLRFinder):
         """Sets the suggested rates.
 
         Args:
-            optimizer: one like that of the search; of several, all of them by name, as `trainer.optimizers` has them.
+            optimizer: of the same kind as in the search. If there were several, all by name, as `trainer.optimizers` has them.
 
         Raises:
             RuntimeError: the search has not run or its curve has no suggestion, or these have other parameter groups.

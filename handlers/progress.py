@@ -64,7 +64,7 @@ class ProgressLog(Handler):
     bar has the learning rate and the speed if there is room for them. An evaluation has a bar of its own, and a line with its
     metrics, each with the training's beside it. As long as an attached `TrainingMetrics` has published nothing in this epoch,
     only numbers of the training that have changed in it are shown there. At the end of the run there is one more line if the
-    user's logs have changed since the one before, as those of the last epoch do that are published when it is over. A short
+    user's logs have changed since the last line, as logs of the last epoch do that are published when it is over. A short
     table ends the run: time by section, best score, skipped updates, memory, files, and up to three hints.
 
     Args:

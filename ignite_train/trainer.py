@@ -596,7 +596,7 @@ class Trainer(Loop):
 
     @property
     def expected_updates(self) -> int | None:
-        """The updates of the whole run, as far as can be told: what is done, and what is to come by its limit.
+        """How many updates the whole run has, as far as can be told: updates that are done, and updates to come by its limit.
 
         Each epoch to come counts with the length of the latest. None without a limit, where the length of an epoch is unknown,
         and where `accumulation_steps`, unless it is one number, gives epochs different lengths.

@@ -81,7 +81,7 @@ class Restarting:
 
 
 class Beginning(Restarting):
-    """One that has a state only once it is read."""
+    """A loader that has a state only once it is read."""
 
     def __iter__(self) -> Iterator[Tensor]:
         self.begun = True
@@ -94,7 +94,7 @@ class Beginning(Restarting):
 
 
 class Eager:
-    """One that begins where it is opened, and draws from a generator of its own, which is in its state."""
+    """A loader that begins where it is opened, and draws from a generator of its own, which is in its state."""
 
     def __init__(self) -> None:
         self.generator, self.order, self.is_loaded = seeded(), list[int](), False

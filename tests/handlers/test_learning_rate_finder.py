@@ -152,7 +152,7 @@ class Continuing:
 
 
 class Late(Continuing):
-    """Has a state only in a pass, of which each begins anew."""
+    """Has a state only in a pass. Each pass starts at the first batch."""
 
     def __iter__(self) -> Iterator[Tensor]:
         self.begun = True

@@ -278,7 +278,9 @@ def test_a_group_that_is_never_formed_is_given_up(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(members.Members, "_ask", lambda *_: [only])
 
-    with pytest.raises(NoQuorumError, match=r"has named no members for 0.2 s; .*more than half of the living replicas must ask"):
+    with pytest.raises(
+        NoQuorumError, match=r"has named no members for 0.2 s; .*more than half of the living replicas must ask"
+    ):
         members.Members("http://127.0.0.1:1").renew(lambda: 0)
     assert not wait.is_set()
     wait.set()
@@ -419,41 +421,36 @@ def test_the_launcher_replaces_a_replica_that_ends_well_before_the_last_update(
     assert caplog.messages[restarts:] == [f"{line} 3 times in a row soon after it was started"] * status
 
 
-def test_the_launcher_fails_where_no_replica_has_ended_the_run(tmp_path: Path) -> None:
-    """Though each of them has ended well, as after a signal that their script takes for itself."""
+def signalled(directory: Path, at_first: str = "") -> tuple[int, int]:
+    """The status of a launcher whose replicas all run when it passes SIGTERM on, and how many were started again.
+
+    Args:
+        directory: for the signs that they run.
+        at_first: a line of their script.
+    """
     pytest.importorskip("torchft", reason="elastic replicas need the extra ignite_train[elastic]")
     from ignite_train.elastic import ElasticLauncher
 
     script = (
-        "import os, signal, sys, time, pathlib\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        f"import os, signal, sys, time, pathlib\n{at_first}\n"
         "(pathlib.Path(sys.argv[1]) / os.environ['IGNITE_TRAIN_REPLICA']).touch()\n"
         "time.sleep(60)\n"
     )
-    with ElasticLauncher([sys.executable, "-S", "-c", script, str(tmp_path)], 2) as launcher:
+    with ElasticLauncher([sys.executable, "-S", "-c", script, str(directory)], 2) as launcher:
         deadline = time.monotonic() + 60
-        while len(list(tmp_path.iterdir())) < 2:
+        while len(list(directory.iterdir())) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         launcher.pass_on(signal.SIGTERM)
-        assert launcher.run() == 1
+        return launcher.run(), launcher.num_restarts
+
+
+def test_the_launcher_fails_where_no_replica_has_ended_the_run(tmp_path: Path) -> None:
+    """Though each of them has ended well, as after a signal that their script takes for itself."""
+    status, _ = signalled(tmp_path, at_first="signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))")
+    assert status == 1
 
 
 def test_the_launcher_passes_a_signal_on(tmp_path: Path) -> None:
     """All replicas get it, and none is started again."""
-    pytest.importorskip("torchft", reason="elastic replicas need the extra ignite_train[elastic]")
-    from ignite_train.elastic import ElasticLauncher
-
-    script = (
-        "import os, sys, time, pathlib\n"
-        "(pathlib.Path(sys.argv[1]) / os.environ['IGNITE_TRAIN_REPLICA']).touch()\n"
-        "time.sleep(60)\n"
-    )
-    with ElasticLauncher([sys.executable, "-S", "-c", script, str(tmp_path)], 2) as launcher:
-        deadline = time.monotonic() + 60
-        while len(list(tmp_path.iterdir())) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        launcher.pass_on(signal.SIGTERM)
-        assert launcher.run() == 128 + signal.SIGTERM
-        assert launcher.num_restarts == 0
+    assert signalled(tmp_path) == (128 + signal.SIGTERM, 0)
