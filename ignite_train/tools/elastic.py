@@ -210,7 +210,8 @@ class ElasticLauncher:
             _logger.error(f"{what} {at_once} times in a row soon after it was started")
             self.pass_on(signal.SIGTERM)
             return
-        _logger.warning(f"{what} and is started again")
+        told = "; a script whose trainer is not elastic must make the file in $IGNITE_TRAIN_ENDED when it is done"
+        _logger.warning(f"{what} and is started again{'' if code else told}")
         self.num_restarts += 1
         self.replicas[number] = self._start(number)
         self.replicas[number].at_once = at_once
