@@ -63,10 +63,10 @@ class LogFile(RecordingHandler, ABC):
         self.path = directory_of("the directory of path", file.parent) / file.name
         super().__init__(self.path, on_error)
         self._file: BinaryIO | None = None  # opened when there is something to write
-        self._is_known = False  # whether the last two describe the file: it was loaded, or written by this process
+        self._is_known = False  # whether `latest` and the next describe the file: it was loaded, or written by this process
         self._is_cut = False  # whether later lines were removed since then: those that come now are by others
         self._left: tuple[int, int, int] | None = None  # which file this process has closed with all its lines, and its size
-        self._latest, self._lines = 0, 0  # the update of the latest lines, and how many they are
+        self._lines = 0  # how many lines the latest update has
 
     def state_dict(self) -> dict[str, Any]:
         """How far the file is. What was written so far is on the disk when it returns, or a warning says that it may not be."""
@@ -76,7 +76,7 @@ class LogFile(RecordingHandler, ABC):
                 os.fsync(self._file.fileno())
             except OSError as error:  # also with `on_error="raise"`, since without a state the log could not be continued
                 self.warn(f"lines in {self.path} may not be on the disk ({error})")
-        return {**self.state_of_written(), "latest": self._latest, "lines": self._lines}
+        return {**self.state_of_written(), "lines": self._lines}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Removes the lines that were written after `state_dict` was taken, when the next line is written.
@@ -85,11 +85,10 @@ class LogFile(RecordingHandler, ABC):
             TypeError: `state_dict` is not a mapping.
             ValueError: a key is missing, or something in it is not what `state_dict()` gives.
         """
-        check_fields(type(self).__name__, state_dict, {"latest": COUNT, "lines": COUNT})
+        check_fields(type(self).__name__, state_dict, {"lines": COUNT})
         self.load_written(state_dict)
         self.recover()
-        self._latest, self._lines = state_dict["latest"], state_dict["lines"]
-        self._is_known, self._is_cut = True, False
+        self._lines, self._is_known, self._is_cut = state_dict["lines"], True, False
 
     # --- what a format says -----------------------------------------------------------------------------------------------
 
@@ -117,8 +116,7 @@ class LogFile(RecordingHandler, ABC):
         if self._file is None:
             self._file = self._open()  # so that it is closed if this line cannot be written
         self._file = self._add(self._file, {"update": update, "epoch": trainer.state.epoch}, numbers)
-        self._lines = self._lines + 1 if update == self._latest else 1
-        self._latest = update
+        self._lines = self._lines + 1 if update == self.latest else 1
 
     def recover(self) -> None:
         """Closes the file: the next line begins by cutting off what there is of this one."""
@@ -140,7 +138,7 @@ class LogFile(RecordingHandler, ABC):
             begin = self.begin or 0
             if begin == 0 and self._has_lines():
                 self._set_aside()
-            self._latest, self._lines = begin, sys.maxsize if begin else 0
+            self.latest, self._lines = begin, sys.maxsize if begin else 0
         self.path.touch()
         with self.path.open("r+b") as file:  # buffered: many lines for each call of the system
             if self._left is None or _identity(os.fstat(file.fileno())) != self._left:
@@ -165,8 +163,8 @@ class LogFile(RecordingHandler, ABC):
             if not line.endswith(b"\n"):
                 break  # it is the last one
             update = self._update_of(line)
-            of_latest += update == self._latest
-            stays = update is None or update < self._latest or (update == self._latest and of_latest <= self._lines)
+            of_latest += update == self.latest
+            stays = update is None or update < self.latest or (update == self.latest and of_latest <= self._lines)
             if not stays and not self._is_cut:
                 has_gap = True
             elif has_gap:

@@ -14,15 +14,12 @@ from ignite.engine import Engine, Events, RemovableEventHandle
 from torch import Tensor
 
 from ignite_train.arguments import (
-    COUNT,
     FLAG,
-    NUMBERS,
     SEQUENCE,
     check_fields,
     describe,
     directory_of,
     mapping_of,
-    optional,
     positive_int,
 )
 from ignite_train.checkpoint.capture import versions
@@ -95,9 +92,7 @@ class TensorBoard(RecordingHandler):
         self._file: EventFile | None = None  # made when there is something to write
         self._loaded = False
         self._has_layout = False  # the charts are; TensorBoard takes the first layout that it finds
-        self._latest: int | None = None  # the update of the next two
-        self._points: dict[str, float] = {}
-        self._others: list[bytes] = []  # summaries other than points
+        self._others: list[bytes] = []  # summaries other than points, of the latest update
         self._weights: dict[str, Tensor] = {}  # before the step, where there are histograms of it
 
     def attach(
@@ -146,16 +141,13 @@ class TensorBoard(RecordingHandler):
         """The latest points and their update. What was written so far has left this process already."""
         self.check_file()
         others = [torch.frombuffer(bytearray(summary), dtype=torch.uint8) for summary in self._others]
-        latest = {"latest": self._latest, "points": dict(self._points), "others": others}
-        return {**self.state_of_written(), **latest, "has_layout": self._has_layout}
+        return {**self.state_of_written(), "others": others, "has_layout": self._has_layout}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes them over: points of the same update that were written after the state was taken are hidden too."""
-        fields = {"latest": optional(COUNT), "points": NUMBERS, "has_layout": FLAG, "others": SEQUENCE}
-        check_fields("TensorBoard", state_dict, fields)
+        check_fields("TensorBoard", state_dict, {"has_layout": FLAG, "others": SEQUENCE})
         self.load_written(state_dict)
-        self._latest = state_dict["latest"]
-        self._points, self._loaded = dict(state_dict["points"]), True
+        self._loaded = True
         self._others = [bytes(summary.tolist()) for summary in state_dict["others"]]
         self._has_layout = state_dict["has_layout"]
         self._close()
@@ -177,10 +169,7 @@ class TensorBoard(RecordingHandler):
 
     def record(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
         """Writes numbers as one event."""
-        update, step = trainer.state.iteration, trainer.updates_done
-        self._begin_update(trainer, update).add_numbers(numbers, step)
-        if step == update:  # or else, within an update, they stand before what a checkpoint of it hides
-            self._points |= numbers
+        self._opened(trainer).add_numbers(numbers, trainer.updates_done)
 
     def _add(self, trainer: Trainer, summaries: Iterable[Any]) -> None:
         """Writes summaries other than points, as one event."""
@@ -190,18 +179,22 @@ class TensorBoard(RecordingHandler):
         if values:
             with self.writing(trainer):
                 whole = Summary(value=values)
-                self._begin_update(trainer, update).add(whole, update)
+                self._opened(trainer).add(whole, update)
+                self.note_written(update, {})
                 self._others.append(whole.SerializeToString())
 
-    def _begin_update(self, trainer: Trainer, update: int) -> EventFile:
-        file = self._open(trainer, update) if self._file is None else self._file
-        if update != self._latest:
-            self._latest, self._points, self._others = update, {}, []
-        return file
+    def note_written(self, update: int, numbers: Mapping[str, float]) -> None:
+        """See `RecordingHandler`."""
+        if update != self.latest:
+            self._others = []
+        super().note_written(update, numbers)
 
-    def _open(self, trainer: Trainer, update: int) -> EventFile:
+    def _opened(self, trainer: Trainer) -> EventFile:
+        return self._open(trainer) if self._file is None else self._file
+
+    def _open(self, trainer: Trainer) -> EventFile:
         """Hides what was written after the beginning, and writes once more what was written there before the checkpoint."""
-        begin = update if self.begin is None else self.begin
+        begin = trainer.state.iteration if self.begin is None else self.begin
         hidden_from = begin if self._loaded or begin == 0 else begin + 1
         if begin == 0 and not self._loaded:
             self._set_aside()
@@ -212,7 +205,7 @@ class TensorBoard(RecordingHandler):
             if not is_described:
                 self._describe(trainer, file)
                 self._has_layout = False
-            if self._loaded and self._latest == begin:
+            if self._loaded and self.latest == begin:
                 self._write_again(file, begin)
         except OSError:
             file.remove()
@@ -235,8 +228,8 @@ class TensorBoard(RecordingHandler):
     def _write_again(self, file: EventFile, update: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        if self._points:
-            file.add_numbers(self._points, update)
+        if self.points:
+            file.add_numbers(self.points, update)
         for summary in self._others:
             file.add(Summary.FromString(summary), update)
 
@@ -304,9 +297,6 @@ class TensorBoard(RecordingHandler):
 
     # --- the file ---------------------------------------------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """Nothing: each event is with the operating system, and another run may follow."""
-
     def recover(self) -> None:
         """A record that was written in part ends what can be read: the next points go into another file, which hides none.
 
@@ -319,7 +309,7 @@ class TensorBoard(RecordingHandler):
         elif file is not None:
             file.close()
             # As if this process had loaded its state after the latest update: also where that is the beginning, 0.
-            self.begin, self._loaded = (self._latest or 0) + 1, True
+            self.begin, self._loaded = self.latest + 1, True
 
     def _close(self) -> None:
         file, self._file = self._file, None

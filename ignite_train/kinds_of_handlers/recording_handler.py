@@ -47,8 +47,8 @@ class RecordingHandler(Handler):
         place: the same.
         what_is_written: for the warning.
         tags: of the evaluators.
-        written: the update with which the trainer's metrics were written last; None if they never were.
-        numbers: what was written with it, by the name in the log.
+        latest: the update with which something was written last; 0 if nothing ever was.
+        points: the numbers that were written with it, of the trainer and of evaluators, by the name in the log.
         begin: the update after which this process took over; None before a run.
 
     Raises:
@@ -63,8 +63,8 @@ class RecordingHandler(Handler):
         self.place = place
         self.on_error = one_of("on_error", on_error, ("warn", "raise"))
         self.tags: list[str] = []
-        self.written: int | None = None
-        self.numbers: dict[str, float] = {}
+        self.latest = 0
+        self.points: dict[str, float] = {}
         self.begin: int | None = None
         self._failures = 0
         self.left_out: set[str] = set()
@@ -115,16 +115,12 @@ class RecordingHandler(Handler):
         """
         update, metrics = trainer.updates_done, single_metrics(trainer.state.metrics, self.left_out)
         numbers = {self.written_name(name): number for name, number in metrics.items()}
-        if update == self.written:
-            numbers = changed_numbers(numbers, self.numbers)
-            self.numbers |= numbers
-        else:
-            self.written, self.numbers = update, numbers
-        self._write(trainer, numbers)
+        with self.writing(trainer):
+            self._write(trainer, changed_numbers(numbers, self.points) if update == self.latest else numbers)
 
     def state_of_written(self) -> dict[str, Any]:
         """The update that was written last, and its numbers, for `state_dict`."""
-        return {"written": self.written, "numbers": dict(self.numbers)}
+        return {"latest": self.latest, "points": dict(self.points)}
 
     def load_written(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over what `state_of_written` gave.
@@ -133,9 +129,9 @@ class RecordingHandler(Handler):
             TypeError: `state_dict` is not a mapping.
             ValueError: a key is missing, or a value is of another kind.
         """
-        state_dict = {"numbers": {}, **state_dict}  # which earlier versions did not save
-        check_fields(type(self).__name__, state_dict, {"written": optional(COUNT), "numbers": NUMBERS})
-        self.written, self.numbers = state_dict["written"], dict(state_dict["numbers"])
+        state_dict = {"points": {}, **state_dict}  # which files of text did not save in earlier versions
+        check_fields(type(self).__name__, state_dict, {"latest": optional(COUNT), "points": NUMBERS})  # None: in earlier ones
+        self.latest, self.points = state_dict["latest"] or 0, dict(state_dict["points"])
 
     def written_name(self, name: str) -> str:
         """The name under which a metric of the trainer is written."""
@@ -150,7 +146,6 @@ class RecordingHandler(Handler):
             if isinstance(error, OSError) and error.errno is not None and error.filename is None:
                 error.filename = str(self.place)  # a call on an open file does not know its name
             self.recover()
-            self.written, self.numbers = None, {}  # what is lost may be written once more
             if self.on_error == "raise":
                 raise
             kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
@@ -208,32 +203,35 @@ class RecordingHandler(Handler):
     def finish(self) -> None:
         """Called when a run is over, in whatever way it ended."""
 
-    def _write(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
-        """Writes numbers; see `record`.
+    def note_written(self, update: int, numbers: Mapping[str, float]) -> None:
+        """Called when something was written with an update."""
+        if update != self.latest:
+            self.latest, self.points = update, {}
+        self.points |= numbers
 
-        Raises:
-            Exception: they cannot be written, and `on_error` is `"raise"`.
-        """
+    def _write(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
+        """Writes numbers, if there are some; see `record`."""
         if numbers:
-            with self.writing(trainer):
-                self.record(trainer, numbers)
+            self.record(trainer, numbers)
+            self.note_written(trainer.updates_done, numbers)
 
     def _note_begin(self, trainer: Trainer) -> None:
         if self.open_file() is None:
             self.begin = trainer.state.iteration
-        if self.written is not None and self.written > trainer.state.iteration:
-            self.written = None  # by a run whose updates are made again
+        if self.latest > trainer.state.iteration:
+            self.points = {}  # by a run whose updates are made again
         held, self._held = self._held, {}
         for numbers in held.values() if trainer.state.iteration == 0 else ():
-            self._write(trainer, numbers)
+            with self.writing(trainer):
+                self._write(trainer, numbers)
 
     def _write_evaluation(self, evaluator: Engine, trainer: Trainer, tag: str) -> None:
         numbers = grouped_metrics(evaluator.state.metrics, self.left_out, tag)
         with self.writing(trainer):
             if self.begin is None and trainer.state.iteration == 0 and self.may_be_continued():
                 self._held[tag] = numbers
-            elif numbers:
-                self.record(trainer, numbers)
+            else:
+                self._write(trainer, numbers)
 
     def _write_rest(self, trainer: Trainer) -> None:
         """Writes at the end of the run what there is of its last update, as far as it was not written."""

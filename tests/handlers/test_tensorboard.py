@@ -720,7 +720,7 @@ def test_evaluations_without_updates_are_not_collected(tmp_path: Path) -> None:
     handler.attach(trainer, EVERY(every=2), evaluator=evaluator)
     for _ in range(5):
         evaluator.run(DATA)
-    assert handler._points.keys() == {"validation/loss", "validation/samples"}
+    assert handler.points.keys() == {"validation/loss", "validation/samples"}
     assert handler.state_dict()["points"]["validation/loss"] == evaluator.state.metrics["loss"]
 
 
