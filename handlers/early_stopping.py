@@ -10,6 +10,7 @@ from ignite.engine import Engine
 
 from ignite_train.arguments import COUNT, NUMBER, check_fields, optional, positive_int, real_number
 from ignite_train.kinds_of_handlers import ScoreHandler
+from ignite_train.metrics import is_better
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -81,7 +82,7 @@ class EarlyStopping(ScoreHandler):
     def on_score(self, trainer: Trainer, score: float) -> None:
         """Counts the evaluation."""
         self._latest = score
-        if self.is_better(score, self.best, by=self.min_delta):
+        if is_better(score, self.best, self.mode, by=self.min_delta):
             self.best, self.best_update, self.num_bad = score, trainer.updates_done, 0
         else:
             self.num_bad += 1
@@ -116,7 +117,7 @@ class EarlyStopping(ScoreHandler):
     def _reason(self) -> str:
         """Why the run ends; empty if it does not."""
         latest, target = self._latest, self.target
-        if latest is not None and target is not None and (latest == target or self.is_better(latest, target)):
+        if latest is not None and target is not None and (latest == target or is_better(latest, target, self.mode)):
             return f"{self.score} is {latest:g}, and target={target:g}"
         if self.patience is not None and self.num_bad >= self.patience:
             best = "has never been a number" if self.best is None else f"was best in update {self.best_update} ({self.best:g})"

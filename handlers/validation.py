@@ -25,7 +25,7 @@ from ignite_train.evaluation.evaluator import Evaluator, kept_state
 from ignite_train.events import Event
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.kinds_of_handlers.handler import check_evaluator
-from ignite_train.metrics import refuse_other_mode, score_in, score_mode
+from ignite_train.metrics import is_better, refuse_other_mode, score_in, score_mode
 from ignite_train.model.random_state import generators_within, get_generator_state, kept_random_state, set_generator_states
 from ignite_train.trainer import Trainer
 
@@ -68,7 +68,6 @@ class Validation(Handler):
     Attributes:
         best: the best score so far, or None.
         best_update: the update in which it was reached, or None.
-        is_best: whether the latest validation was the best.
 
     Raises:
         TypeError: `evaluator` is not an engine that evaluates, or `sanity` is not an integer.
@@ -104,7 +103,6 @@ class Validation(Handler):
         self._default = (self.score, self.mode) if score is None and mode is None else None  # where others may decide
         self.best: float | None = None
         self.best_update: int | None = None
-        self.is_best = False
         self._latest_update: int | None = None
         self._read: Iterable[Any] | None = None  # the loader of the latest validation
 
@@ -151,10 +149,14 @@ class Validation(Handler):
             score = score_in(metrics, self.score)
         if math.isnan(score):
             _logger.warning(f"update {update}: the validation's {self.score} is NaN; the best so far stays {self.best}")
-        self.is_best = self._is_better(score)
-        if self.is_best:
+        if is_better(score, self.best, self.mode):
             self.best, self.best_update = score, update
         self._latest_update = update
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the latest validation was the best."""
+        return self.best_update is not None and self.best_update == self._latest_update
 
     def settings(self) -> dict[str, Any]:
         """The arguments but the data, with the score that it follows, whether it was given one or others decide."""
@@ -173,12 +175,9 @@ class Validation(Handler):
     def improves(self, evaluator: Engine) -> bool:
         """Returns whether the evaluator is this handler's, and its score is better than the best before."""
         metrics = evaluator.state.metrics
-        return evaluator is self.evaluator and self.score in metrics and self._is_better(score_in(metrics, self.score))
-
-    def _is_better(self, score: float) -> bool:
-        if self.best is None:
-            return not math.isnan(score)
-        return score < self.best if self.mode == "min" else score > self.best
+        if evaluator is not self.evaluator or self.score not in metrics:
+            return False
+        return is_better(score_in(metrics, self.score), self.best, self.mode)
 
     def rows_at_end(self) -> list[tuple[str, str]]:
         """The best score."""
@@ -277,7 +276,6 @@ class Validation(Handler):
         self.best, self.best_update = state_dict["best"], state_dict["best_update"]
         self._latest_update = state_dict["latest_update"]
         set_generator_states(generators_within(self.loader), generators)
-        self.is_best = self.best_update is not None and self.best_update == self._latest_update
 
 
 def _owner(handler: Any) -> Any:

@@ -21,6 +21,7 @@ __all__ = [
     "changed_numbers",
     "grouped_metric",
     "grouped_metrics",
+    "is_better",
     "is_published_metric",
     "json_line",
     "printable_name",
@@ -103,6 +104,13 @@ def score_mode(score: str, mode: Literal["min", "max"] | None, *, of: str) -> Li
     better = "lower" if is_lower else "higher"
     _logger.info(f"{of}: {better} values of {score!r} are taken to be better, by its name; mode='min' or 'max' would say it")
     return "min" if is_lower else "max"
+
+
+def is_better(score: float, other: float | None, mode: str, *, by: float = 0.0) -> bool:
+    """Whether `score` is better than `other`, if there is one, by more than `by`. NaN is never better."""
+    if other is None:
+        return not math.isnan(score)
+    return score < other - by if mode == "min" else score > other + by
 
 
 def score_in(metrics: Mapping[str, Any], score: str) -> float:

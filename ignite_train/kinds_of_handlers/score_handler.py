@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -80,12 +79,6 @@ class ScoreHandler(Handler):
         check_fields(type(self).__name__, state_dict, {"latest_update": optional(COUNT), "score": TEXT, "mode": TEXT})
         refuse_other_mode(self.score, self.mode, state_dict["score"], state_dict["mode"])
         self._latest_update = state_dict["latest_update"]
-
-    def is_better(self, score: float, other: float | None, *, by: float = 0.0) -> bool:
-        """Whether `score` is better than `other` by more than `by`. NaN is never better."""
-        if other is None:
-            return not math.isnan(score)
-        return score < other - by if self.mode == "min" else score > other + by
 
     def _after_evaluation(self, evaluator: Engine) -> None:
         metrics, update = evaluator.state.metrics, self._trainer.updates_done
