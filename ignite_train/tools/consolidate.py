@@ -17,7 +17,7 @@ from ignite_train.errors import CheckpointError
 from ignite_train.tools.inspection import chosen_checkpoint, is_distributed_checkpoint
 from ignite_train.tools.write_weights import MAX_SHARD_BYTES, Format, write_weights
 
-__all__ = ["consolidate", "read_entry"]
+__all__ = ["consolidate", "read_entry", "read_object"]
 
 
 def consolidate(
@@ -64,6 +64,12 @@ def consolidate(
     positive_int("max_shard_bytes", max_shard_bytes)
     if (trained_only or evaluated) and entry != "model":
         raise CheckpointError(f"trained_only and evaluated are about the model that is trained, got entry={entry!r}; use one")
+    state = read_object(path, entry, best=best, trained_only=trained_only, evaluated=evaluated)
+    return write_weights(state, output, file_format=file_format, max_shard_bytes=max_shard_bytes)
+
+
+def read_object(path: Path, entry: str, *, best: bool = False, trained_only: bool = False, evaluated: bool = False) -> Any:
+    """The state that `consolidate` would write; for the arguments and errors see there."""
     if is_distributed_checkpoint(path):
         if best or trained_only or evaluated:
             raise CheckpointError(
@@ -71,13 +77,11 @@ def consolidate(
             )
         from ignite_train.tools.distributed_checkpoint import read_distributed_checkpoint
 
-        state: Any = read_distributed_checkpoint(path, entry)
-    else:
-        state = use_chosen(
-            lambda: chosen_checkpoint(path, best=best),
-            lambda chosen: _read(chosen, entry, trained_only=trained_only, evaluated=evaluated),
-        )
-    return write_weights(state, output, file_format=file_format, max_shard_bytes=max_shard_bytes)
+        return read_distributed_checkpoint(path, entry)
+    return use_chosen(
+        lambda: chosen_checkpoint(path, best=best),
+        lambda chosen: _read(chosen, entry, trained_only=trained_only, evaluated=evaluated),
+    )
 
 
 def _read(path: Path, entry: str, *, trained_only: bool, evaluated: bool) -> Any:

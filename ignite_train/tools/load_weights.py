@@ -16,14 +16,12 @@ from torch.nn.parameter import is_lazy
 from ignite_train.arguments import describe, path_of
 from ignite_train.checkpoint.fits import check_tied, tied_names
 from ignite_train.checkpoint.manifest import is_frozen_name, one_line
-from ignite_train.checkpoint.read_checkpoint import use_chosen
-from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import SavedModule
 from ignite_train.errors import CheckpointError
 from ignite_train.model.averaged_tensors import plain_name
 from ignite_train.ranks.wrapping import unwrap
-from ignite_train.tools.consolidate import read_entry
-from ignite_train.tools.inspection import chosen_checkpoint, holds_checkpoints, is_distributed_checkpoint
+from ignite_train.tools.consolidate import read_object
+from ignite_train.tools.inspection import holds_checkpoints, is_distributed_checkpoint
 
 __all__ = ["load_weights", "read_weights"]
 
@@ -141,10 +139,6 @@ def read_weights(path: str | Path, *, entry: str = "model", best: bool = False) 
         DamagedCheckpointError: something that was needed is not what was written.
     """
     path = path_of("path", path)
-    if is_distributed_checkpoint(path) and not best:
-        from ignite_train.tools.distributed_checkpoint import read_distributed_checkpoint
-
-        return read_distributed_checkpoint(path, entry)
     path = _hub_file(path) or path
     return _read_file(path, entry, best=best) if path.is_file() else _read_checkpoint(path, entry, best=best)
 
@@ -155,7 +149,7 @@ def _hub_file(path: Path) -> Path | None:
     Raises:
         CheckpointError: there is more than one, or shards without an index.
     """
-    if not path.is_dir() or holds_checkpoints(path):
+    if not path.is_dir() or holds_checkpoints(path) or is_distributed_checkpoint(path):
         return None
     files = [one for one in sorted(path.iterdir()) if not is_frozen_name(one.name)]  # those lie beside checkpoints
     found = next((some for pattern in _HUB_FILES if (some := [one for one in files if one.match(pattern)])), [])
@@ -167,11 +161,7 @@ def _hub_file(path: Path) -> Path | None:
 
 
 def _read_checkpoint(path: Path, entry: str, *, best: bool) -> dict[str, Any]:
-    def read(chosen: Path) -> Any:
-        with CheckpointReader(chosen) as stored:
-            return read_entry(stored, entry)
-
-    state = use_chosen(lambda: chosen_checkpoint(path, best=best), read)
+    state = read_object(path, entry, best=best)
     if not _has_names(state) or not state:
         raise CheckpointError(f"entry must be an object with weights, got {entry!r} in {path}, which is {describe(state)}")
     return {plain: state[name] for name, plain in _plain_names(state).items()}
