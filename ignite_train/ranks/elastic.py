@@ -12,6 +12,7 @@ from ignite_train.model.gradients import Gradients
 from ignite_train.model.memory_layout import gradient_dtype
 from ignite_train.ranks import collectives
 from ignite_train.ranks.crossing import Crossing
+from ignite_train.ranks.data_ranks import DataRanks
 from ignite_train.ranks.fsdp import FSDPCrossing
 from ignite_train.ranks.members import Members
 from ignite_train.ranks.mesh import join_parts, split_parts
@@ -79,7 +80,7 @@ class ElasticShardsCrossing(FSDPCrossing):
     members: Members
 
     def __init__(self, root: nn.Module, placeholders: Placeholders, members: Members, *, in_each: bool) -> None:
-        super().__init__(root, placeholders, in_each=in_each)
+        super().__init__(root, placeholders, DataRanks.all_ranks(), in_each=in_each)
         self.members = members
 
     def finish(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float:  # type: ignore[override]

@@ -45,14 +45,12 @@ class FSDPCrossing(MeshCrossing):
     Args:
         root: the module that `fully_shard` was applied to last.
         placeholders: what a rank without data runs on.
-        data_ranks: over which ranks samples differ; None: over all of them.
+        data_ranks: over which ranks samples differ.
         in_each: whether each backward reduces.
     """
 
-    def __init__(
-        self, root: nn.Module, placeholders: Placeholders, data_ranks: DataRanks | None = None, *, in_each: bool = False
-    ) -> None:
-        super().__init__(root, placeholders, DataRanks.all_ranks() if data_ranks is None else data_ranks)
+    def __init__(self, root: nn.Module, placeholders: Placeholders, data_ranks: DataRanks, *, in_each: bool) -> None:
+        super().__init__(root, placeholders, data_ranks)
         self.averaged_over = max(_num_ranks(group.mesh_info) for group in parameter_groups(root))
         self._root: Any = root
         self._in_each, self._used = in_each, list[set[int]]()

@@ -37,7 +37,7 @@ class Placeholders:
         forward: the user's; changes that it makes in a teacher, or in another module to which it refers, are put back too.
     """
 
-    def __init__(self, module: nn.Module, carried: Carried, forward: Any = None) -> None:
+    def __init__(self, module: nn.Module, carried: Carried, forward: Any) -> None:
         self._forward_state = ForwardState(module, carried, forward)
         self._chosen: Any = None  # for the running update
         self._borrowed: Iterator[Any] = iter(())  # in its place, one after the other

@@ -32,14 +32,14 @@ ReductionName = Literal["auto", "ddp", "elastic", "explicit", "fsdp", "local"]
 
 def crossing_for(
     model: nn.Module,
-    name: ReductionName = "auto",
+    name: ReductionName,
     *,
-    accumulates: bool = True,
-    in_step: bool = False,
-    carried: Carried | None = None,
-    data_dims: Sequence[str] | None = None,
-    in_each: bool = False,
-    forward: Any = None,
+    accumulates: bool,
+    in_step: bool,
+    carried: Carried,
+    data_dims: Sequence[str] | None,
+    in_each: bool,
+    forward: Any,
 ) -> Crossing:
     """Chooses how the gradients of `model` cross ranks. Collective.
 
@@ -59,7 +59,6 @@ def crossing_for(
             the way in which the model is wrapped.
     """
     one_of("reduction", name, get_args(ReductionName))
-    carried = Carried() if carried is None else carried
     if name == "elastic":
         return _elastic(model, Placeholders(model, carried, forward), in_each=in_each)
     if isinstance(model, DataParallel):
