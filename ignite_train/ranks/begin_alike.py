@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from ignite_train.model.memory_layout import has_plain_memory, local_part
 from ignite_train.ranks import collectives
 from ignite_train.ranks.root_mesh import missing_dims, names_of, root_mesh
-from ignite_train.ranks.unlike_ranks import refuse_unlike_models
+from ignite_train.ranks.unlike_ranks import described_model, refuse_unlike_ranks
 
 __all__ = ["begin_alike"]
 
@@ -23,7 +23,7 @@ def begin_alike(model: nn.Module) -> None:
     Raises:
         ValueError: the model is not the same on all ranks, as where each has a stage of a pipeline.
     """
-    refuse_unlike_models(model)
+    refuse_unlike_ranks(described_model(model))
     for tensor in (*model.parameters(), *_common_buffers(model)):
         if isinstance(tensor, DTensor):
             _send_part(tensor)

@@ -13,7 +13,7 @@ from torch import nn
 
 from ignite_train.ranks import collectives
 
-__all__ = ["Description", "described_model", "exchanged", "refuse_unlike_models", "refuse_unlike_ranks"]
+__all__ = ["Description", "described_model", "exchanged", "refuse_unlike_ranks"]
 
 _MOST = 3  # differences that an error names
 
@@ -84,15 +84,6 @@ def refuse_unlike_ranks(description: Description, beside: bytes = b"") -> bytes:
     if differ and (parts := _differences_of(collectives.gather_objects(description))):
         raise ValueError(_in_words(parts))
     return bytes(of_ranks[0][-1])
-
-
-def refuse_unlike_models(model: nn.Module) -> None:
-    """Compares the parameters and buffers of a model over the ranks, before one rank gives them to others. Collective.
-
-    Raises:
-        ValueError: they differ, or stand in another order, on all ranks alike.
-    """
-    refuse_unlike_ranks(described_model(model))
 
 
 def _digest(*described: Mapping[str, Any]) -> bytes:
