@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from ignite.engine import Events, RemovableEventHandle
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from ignite_train.arguments import describe, positive_int, real_number, whole_number
 from ignite_train.device.to_device import ToDevice
@@ -16,6 +15,7 @@ from ignite_train.forward import OF_THIS_MICRO_BATCH, BoundForward, Forward, as_
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.micro_batch_rollback import writing_error, written_into
+from ignite_train.model.reshard import is_sharded
 from ignite_train.model.sparse_parameters import sparse_parameters
 from ignite_train.ranks import collectives
 from ignite_train.ranks.wrapping import unwrap
@@ -106,7 +106,7 @@ class CurvatureMonitor(Handler):
         """
         model = trainer.model
         self._model = unwrap(model)
-        if any(isinstance(module, FSDPModule) for module in self._model.modules()):
+        if is_sharded(self._model):
             raise TypeError("CurvatureMonitor needs all parameters on each rank, and the model of this trainer is sharded")
         if self._blocks is None:
             self._blocks = {"model": self._model}

@@ -1,11 +1,16 @@
-"""Shards in their place again, where a forward without a backward has left whole parameters."""
+"""Whether a model is sharded; and its shards in their place again, where forward without backward has left whole parameters."""
 
 from __future__ import annotations
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["reshard"]
+__all__ = ["is_sharded", "reshard"]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to the model, or to modules in it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def reshard(model: nn.Module) -> None:

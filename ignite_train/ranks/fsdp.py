@@ -245,7 +245,7 @@ def spans_all_ranks(root: nn.Module) -> bool:
     """Whether `fully_shard` alone has made DTensors of all parameters, over all ranks: samples differ over all of them."""
     meshes = [p.device_mesh.size() for p in root.parameters() if isinstance(p, DTensor)]
     groups = [_num_ranks(group.mesh_info) for group in parameter_groups(root)]
-    return {*meshes, *groups} == {collectives.world_size()}
+    return bool(groups) and {*meshes, *groups} == {collectives.world_size()}
 
 
 def _num_ranks(mesh_info: Any) -> int:

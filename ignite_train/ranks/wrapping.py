@@ -13,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ignite_train.arguments import one_of
 from ignite_train.internals.of_distributed import ReplicatedByHooks, reduced_late
 from ignite_train.model.memory_layout import gradient_dtype
+from ignite_train.model.reshard import is_sharded
 from ignite_train.ranks import collectives
 from ignite_train.ranks.crossing import AloneCrossing, Crossing
 from ignite_train.ranks.data_ranks import DataRanks, data_ranks_of
@@ -69,7 +70,7 @@ def crossing_for(
             "gradients in every backward; leave that call out and wrap the model in DistributedDataParallel"
         )
     data_ranks = data_ranks_of_any(model, data_dims)
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    if is_sharded(model):
         return _sharded(model, name, Placeholders(model, carried, forward), data_ranks, in_each=in_each)
     if in_each and collectives.world_size() > 1:
         raise ValueError(
@@ -85,8 +86,7 @@ def crossing_for(
 
 
 def _elastic(model: nn.Module, placeholders: Placeholders, *, in_each: bool) -> ElasticCrossing | ElasticShardsCrossing:
-    lighthouse = check_elastic()
-    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    lighthouse, sharded = check_elastic(), is_sharded(model)
     wrapped = next((one for one in model.modules() if isinstance(one, (DataParallel, DistributedDataParallel))), None)
     if wrapped is not None or (collectives.world_size() > 1 and not sharded):
         got = f"{collectives.world_size()} ranks" if wrapped is None else f"a {type(wrapped).__name__} in it"
@@ -117,8 +117,7 @@ def data_ranks_of_any(
     model: nn.Module, data_dims: Sequence[str] | None, *, option: str = "options=UpdateOptions(data_dims={})"
 ) -> DataRanks:
     """Finds the data ranks of a model, however it is wrapped; see `data_ranks_of`."""
-    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    return data_ranks_of(model, data_dims, all_differ=sharded and spans_all_ranks(model), option=option)
+    return data_ranks_of(model, data_dims, all_differ=spans_all_ranks(model), option=option)
 
 
 def _replicated(model: nn.Module, name: ReductionName, *, accumulates: bool) -> Crossing:

@@ -11,12 +11,12 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train.arguments import describe, did_you_mean, positive_int, real_number
 from ignite_train.internals.of_torch import BatchNorm, Dropout
 from ignite_train.model.random_state import kept_random_state, restore_random_state
+from ignite_train.model.reshard import is_sharded
 from ignite_train.ranks import collectives
 from ignite_train.tools.search import Dimension, Search
 from ignite_train.tools.trial import Trial, TrialError, TrialSamples
@@ -219,7 +219,7 @@ class _Trials:
         """Notes what of the model depends on how an update is cut into micro-batches."""
         assert trial.trainer is not None  # noqa: S101  # it is not closed
         model = trial.trainer.model
-        if isinstance(model, DistributedDataParallel) or any(isinstance(module, FSDPModule) for module in model.modules()):
+        if isinstance(model, DistributedDataParallel) or is_sharded(model):
             raise RuntimeError(
                 "make_trainer must leave the model without DistributedDataParallel and fully_shard, since tune measures each "
                 "rank alone; use idist.auto_model, which does, or tune a smaller model of the same kind"

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from ignite_train.arguments import describe
 from ignite_train.internals.of_torch import compiled_autograd
 from ignite_train.model.memory_layout import is_lost
+from ignite_train.model.reshard import is_sharded
 from ignite_train.ranks.wrapping import unwrap
 
 __all__ = ["WHOLE", "Backward", "Compile", "compile_in_place", "of_model"]
@@ -82,7 +82,7 @@ def compile_in_place(model: nn.Module, options: ModelOptions, *, backward: bool 
         if backward:
             raise ValueError("compiled_autograd must be False without compile; pass compile=True, or torch.compile's options")
         return torch.autograd.backward
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    if is_sharded(model):
         raise ValueError(
             "compile must be False for a model that fully_shard was applied to; compile its blocks before sharding"
         )
