@@ -24,6 +24,7 @@ __all__ = [
     "inner_optimizers",
     "is_torchs",
     "is_wrapped_by_scheduler",
+    "labelled_optimizers",
     "optimizers_as_parts",
     "parts_as_optimizers",
     "stepped_parameters",
@@ -56,11 +57,6 @@ class Optimizers:
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of all of them, as they are now, those of the first optimizer first."""
         return [group for optimizer in self.named.values() for group in optimizer.param_groups]
-
-    @property
-    def labelled(self) -> dict[str, Optimizer]:
-        """The optimizers by what messages call them."""
-        return {self.labels[name]: optimizer for name, optimizer in self.named.items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # as torch's
         """Clears the gradients of all of them."""
@@ -108,7 +104,7 @@ def each_optimizer(optimizer: Optimizer | Optimizers, *, with_own_state: bool = 
         with_own_state: leave out those that share the state of the one around them.
     """
     found, seen = list[Optimizer](), set[int]()
-    waiting = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer.named.values()]
+    waiting = [*labelled_optimizers(optimizer).values()]
     while waiting:
         one = waiting.pop(0)
         if id(one) not in seen:
@@ -116,6 +112,13 @@ def each_optimizer(optimizer: Optimizer | Optimizers, *, with_own_state: bool = 
             found.append(one)
             waiting[:0] = inner_optimizers(one, with_own_state=with_own_state).values()
     return found
+
+
+def labelled_optimizers(optimizer: Optimizer | Optimizers) -> dict[str, Optimizer]:
+    """The optimizer, or each of several, by what messages call it."""
+    if isinstance(optimizer, Optimizer):
+        return {"optimizer": optimizer}
+    return {optimizer.labels[name]: one for name, one in optimizer.named.items()}
 
 
 def as_optimizers(optimizer: Any) -> Optimizer | Optimizers:
@@ -193,10 +196,9 @@ def check_optimizers(model: nn.Module, optimizer: Optimizer | Optimizers, *, clo
         TypeError: it is LBFGS, which needs one.
         ValueError: model and optimizers do not belong together, or a learning rate is missing or not finite.
     """
-    named = {"optimizer": optimizer} if isinstance(optimizer, Optimizer) else optimizer.labelled
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     owners: dict[int, str] = {}
-    for label, one in named.items():
+    for label, one in labelled_optimizers(optimizer).items():
         if isinstance(one, LBFGS) and not closure:
             raise TypeError(
                 f"{label} must not be LBFGS without a closure, which it evaluates several times a step; pass "

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from ignite_train.internals.of_torch import sparse_coo_tensor_unsafe
-from ignite_train.model.optimizers import Optimizers
+from ignite_train.model.optimizers import Optimizers, labelled_optimizers
 
 __all__ = ["check_sparse_parameters", "no_rows", "sparse_gradient_values", "sparse_parameters", "tensor_of_rows"]
 
@@ -61,8 +61,7 @@ def check_sparse_parameters(model: nn.Module, optimizer: Optimizer | Optimizers)
             f"model must have dense gradients in fully_shard, got {next(iter(sparse.values()))!r} of an embedding with "
             "sparse=True; build it with sparse=False"
         )
-    named = {"optimizer": optimizer} if isinstance(optimizer, Optimizer) else optimizer.labelled
-    for label, one in named.items():
+    for label, one in labelled_optimizers(optimizer).items():
         for group in one.param_groups:
             for parameter in group["params"]:
                 _check_parameter(label, one, group, sparse.get(parameter))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ignite_train.internals.of_torch import step_pre_hooks_of, step_pre_hooks_of_all, version_of
-from ignite_train.model.optimizers import Optimizers, each_optimizer, is_torchs, is_wrapped_by_scheduler
+from ignite_train.model.optimizers import Optimizers, each_optimizer, is_torchs, is_wrapped_by_scheduler, labelled_optimizers
 
 __all__ = ["StepWatch"]
 
@@ -39,10 +39,9 @@ class StepWatch:
     """
 
     def __init__(self, optimizer: Optimizer | Optimizers) -> None:
-        named = {"optimizer": optimizer} if isinstance(optimizer, Optimizer) else optimizer.labelled
-        self._labels: Mapping[Optimizer, str] = {one: label for label, one in named.items()}
+        self._labels: Mapping[Optimizer, str] = {one: label for label, one in labelled_optimizers(optimizer).items()}
         self.entered: dict[Optimizer, bool | None] = {}
-        self._watched = {one: _Watched(one, self.entered) for one in named.values()}
+        self._watched = {one: _Watched(one, self.entered) for one in self._labels}
         self._ask_device: Callable[[], bool] | None = None
 
     def begin(self) -> None:
