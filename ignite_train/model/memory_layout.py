@@ -12,7 +12,6 @@ __all__ = [
     "as_bytes",
     "as_gradient_of",
     "bytes_at",
-    "empty_gradient_of",
     "gradient_dtype",
     "has_plain_memory",
     "is_dense",
@@ -81,21 +80,15 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
     return parameter.dtype if dtype is None else dtype
 
 
-def empty_gradient_of(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor without values, with the shape and the strides that backward gives a gradient of `parameter`.
+def as_gradient_of(values: Tensor, parameter: Tensor) -> Tensor:
+    """`values`, in the order of the indices, with the shape and the strides that backward gives a gradient of `parameter`.
 
     Those are the strides of the parameter; or, where the parameter has gaps in memory, those of a contiguous tensor.
     """
-    layout = torch.preserve_format if is_dense(parameter) else torch.contiguous_format
-    return torch.empty_like(parameter, dtype=dtype, requires_grad=False, memory_format=layout)
-
-
-def as_gradient_of(values: Tensor, parameter: Tensor) -> Tensor:
-    """`values`, in the order of the indices, with the shape and the strides of `empty_gradient_of`."""
     gradient = values.view_as(parameter)
     if parameter.is_contiguous() or not is_dense(parameter):
         return gradient
-    return empty_gradient_of(parameter, values.dtype).copy_(gradient)
+    return torch.empty_like(parameter, dtype=values.dtype, requires_grad=False).copy_(gradient)
 
 
 def is_lost(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ignite_train.model.gradients import Gradients, may_trust_norm
-from ignite_train.model.memory_layout import gradient_dtype, local_part
+from ignite_train.model.memory_layout import as_gradient_of, gradient_dtype, local_part
 from ignite_train.ranks import collectives
 from ignite_train.ranks.begin_alike import begin_alike
 from ignite_train.ranks.crossing import Crossing
@@ -146,12 +146,12 @@ def join_parts(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 def split_parts(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
     """Makes the parts in `flat`, which has come of `join_parts`, the gradients; of one that there was nowhere none."""
-    sizes = [local_part(parameter.detach()).numel() for parameter in parameters]
-    *sums, flags = torch.split(flat, [*sizes, len(sizes)])
+    own = [local_part(parameter.detach()) for parameter in parameters]
+    *sums, flags = torch.split(flat, [*map(Tensor.numel, own), len(own)])
     present = [parameter.grad is not None for parameter in parameters]
     exist = present if all(present) else (flags > 0).tolist()  # sync, only if one is missing on this rank
-    for parameter, part, exists in zip(parameters, sums, exist, strict=True):
-        parameter.grad = _with_local(parameter, part) if exists else None
+    for parameter, mine, part, exists in zip(parameters, own, sums, exist, strict=True):
+        parameter.grad = _with_local(parameter, as_gradient_of(part, mine)) if exists else None
 
 
 def _are_same(ours: Sequence[tuple[Any, Any]], others: Sequence[tuple[Any, Any]]) -> bool:
@@ -166,9 +166,7 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _with_local(parameter: nn.Parameter, values: Tensor) -> Tensor:
-    """A gradient of `parameter`, of which these are this rank's numbers in the order of their indices."""
-    own = local_part(parameter.detach())
-    values = torch.empty_like(own, dtype=values.dtype).copy_(values.view(own.shape))
+    """A gradient of `parameter`, of which this is the part of this rank."""
     if not isinstance(parameter, DTensor):
         return values
     mesh, placements = parameter.device_mesh, parameter.placements
