@@ -50,16 +50,8 @@ class ElasticCrossing(Crossing):
         """
         self.members.confirm()
         statistics.ranks = self.members
-        if self.members.size == 1:
-            statistics.pack(*outgoing)
-            return gradients.norm()
         cut = _cut(gradients)
-        flats = [join_parts(bucket) for bucket in cut]
-        vector = statistics.pack(*outgoing, beside=sum(map(len, cut)))
-        assert vector is not None  # noqa: S101  # there are several members
-        self.members.sum([vector, *flats])
-        for bucket, flat in zip(cut, flats, strict=True):
-            split_parts(bucket, flat)
+        _sum(self.members, cut, statistics.pack(*outgoing, beside=sum(map(len, cut))))
         return gradients.norm()
 
 
@@ -95,13 +87,10 @@ class ElasticShardsCrossing(FSDPCrossing):
         cut = _cut(gradients)
         self.complete(gradients)
         self.compare_parameters(gradients)  # within the replica, since one without samples has no gradients
-        flats = [join_parts(bucket) for bucket in cut]
         vector = statistics.pack(*outgoing)
         if vector is not None:
             collectives.sum_over_ranks(vector)
-        self.members.sum(flats if vector is None else [vector, *flats])
-        for bucket, flat in zip(cut, flats, strict=True):
-            split_parts(bucket, flat)
+        _sum(self.members, cut, vector)
         return self.norm(gradients)
 
 
@@ -127,3 +116,13 @@ def _cut(gradients: Gradients) -> list[list[nn.Parameter]]:
         if not parameter.requires_grad:
             parameter.grad = None
     return buckets((parameter for parameter in gradients.parameters() if parameter.requires_grad), gradient_dtype)
+
+
+def _sum(members: Members, cut: Sequence[Sequence[nn.Parameter]], vector: Tensor | None) -> None:
+    """Sums the gradients in these buckets over the members, if there are several, and a vector beside them."""
+    if members.size == 1:
+        return
+    flats = [join_parts(bucket) for bucket in cut]
+    members.sum(flats if vector is None else [vector, *flats])
+    for bucket, flat in zip(cut, flats, strict=True):
+        split_parts(bucket, flat)
