@@ -5,29 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ignite_train.device.streams import has_streams
 
-__all__ = ["DeviceEvent", "EventTimes", "event_maker"]
+__all__ = ["EventTimes", "event_maker"]
 
 _MAX_PENDING = 64  # updates that the device has not done yet
 _MILLISECOND = 1e-3
-
-
-class DeviceEvent(Protocol):
-    """The part of `torch.Event` that is used here."""
-
-    def record(self) -> None:
-        """Queues the event behind the work that is queued on the current stream."""
-
-    def query(self) -> bool:
-        """Whether the device has come to it."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this event to `end_event`."""
 
 
 class EventTimes:
@@ -40,12 +27,12 @@ class EventTimes:
         make_event: makes an event that knows the time.
     """
 
-    def __init__(self, make_event: Callable[[], DeviceEvent]) -> None:
+    def __init__(self, make_event: Callable[[], torch.Event]) -> None:
         self.num_lost = 0
         self._make_event = make_event
-        self._free: list[DeviceEvent] = []
-        self._marks: list[tuple[str | None, DeviceEvent]] = []  # of the running update
-        self._spans: list[tuple[str, DeviceEvent, DeviceEvent]] = []
+        self._free: list[torch.Event] = []
+        self._marks: list[tuple[str | None, torch.Event]] = []  # of the running update
+        self._spans: list[tuple[str, torch.Event, torch.Event]] = []
         self._pending: deque[tuple[Any, Any]] = deque()
 
     def mark(self, section: str | None) -> None:
@@ -82,7 +69,7 @@ class EventTimes:
             self._recycle(marks, spans)
         return done
 
-    def _recorded(self) -> DeviceEvent:
+    def _recorded(self) -> torch.Event:
         event = self._free.pop() if self._free else self._make_event()
         event.record()
         return event
@@ -92,7 +79,7 @@ class EventTimes:
         self._free += [event for _, *events in spans for event in events]
 
 
-def event_maker(device: torch.device) -> Callable[[], DeviceEvent] | None:
+def event_maker(device: torch.device) -> Callable[[], torch.Event] | None:
     """Makes events on `device`; None if it has none that know the time, as the CPU has not."""
     if not has_streams(device):
         return None
