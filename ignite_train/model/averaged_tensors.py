@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ignite_train.internals.of_torch import RunningNorm, foreach_lerp_
+from ignite_train.internals.of_torch import WRAPPED, RunningNorm, foreach_lerp_
 from ignite_train.model.reshard import reshard
 
 __all__ = ["averaged_statistics", "averaged_tensors", "local_tensors", "move_towards", "names_of_tensors", "plain_name"]
 
-plain_name: Callable[[str], str] = partial(re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.").sub, "")
+plain_name: Callable[[str], str] = partial(re.compile("|".join(rf"{name}\." for name in WRAPPED)).sub, "")
 """The name of a parameter, buffer or module without what `torch.compile` and activation checkpointing add to it."""
 
 

@@ -15,6 +15,7 @@ from ignite_train.arguments import describe_error
 from ignite_train.device.leaves import leaves
 from ignite_train.internals.of_torch import pytree
 from ignite_train.model.in_full import in_full
+from ignite_train.model.sparse_parameters import sparse_gradient_values
 
 __all__ = ["find_nonfinite", "spoilt_buffer"]
 
@@ -63,7 +64,7 @@ def spoilt_buffer(module: nn.Module) -> str | None:
 
 
 def _check(found: list[str], what: str, value: Tensor) -> None:
-    value = value.coalesce().values() if value.is_sparse else value
+    value = sparse_gradient_values(value)
     if not found and (trouble := _trouble_in(value)) is not None:
         found.append(f"{trouble} in {what}, shape {tuple(value.shape)}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -14,7 +14,7 @@ __all__ = ["Precision", "PrecisionName", "refuse_cached_autocast"]
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 
-_NAMES = ("fp32", "bf16", "fp16")
+_NAMES = get_args(PrecisionName)
 _AS_IT_IS = nullcontext()
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import Gradients
+from ignite_train.model.sparse_parameters import sparse_gradient_values
 from ignite_train.ranks import collectives
 from ignite_train.ranks.crossing import Crossing
 from ignite_train.ranks.ddp import DDPCrossing
@@ -190,7 +191,7 @@ def _are_zero(gradients: Sequence[Any]) -> list[bool]:
     """For each gradient whether all of its elements are zero. One wait for the device."""
     if not gradients:
         return []
-    values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    values = [*map(sparse_gradient_values, gradients)]
     return torch.stack([value.any().to(values[0].device) for value in values]).logical_not().tolist()  # sync
 
 

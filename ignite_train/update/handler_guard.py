@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -17,7 +16,7 @@ from ignite_train.errors import ForwardContractError, GradientAccessError
 from ignite_train.events import TrainEvents
 from ignite_train.internals.of_torch import version_of
 from ignite_train.model.gradients import Gradients
-from ignite_train.model.memory_layout import bytes_at
+from ignite_train.model.memory_layout import bytes_at, local_part
 from ignite_train.model.optimizers import Optimizers, each_optimizer
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
@@ -179,7 +178,7 @@ class HandlerGuard:
 
 def _contents(gradient: Tensor) -> bytes:
     """A sample of what a gradient holds; nothing of one whose memory the host cannot look into."""
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    local = local_part(gradient)
     if type(local) not in (Tensor, nn.Parameter) or local.layout is not torch.strided or not local.is_cpu:
         return b""
     return bytes_at(local.data_ptr(), local.nbytes) if local.is_contiguous() else b""
