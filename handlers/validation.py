@@ -27,6 +27,7 @@ from ignite_train.kinds_of_handlers import Handler
 from ignite_train.kinds_of_handlers.handler import check_evaluator
 from ignite_train.metrics import is_better, refuse_other_mode, score_in, score_mode
 from ignite_train.model.random_state import generators_within, get_generator_state, kept_random_state, set_generator_states
+from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
 __all__ = ["Validation"]
@@ -64,6 +65,7 @@ class Validation(Handler):
             Ignite are called, except at COMPLETED, and no others, so that none keeps or counts the result. Where one of the
             others runs before forward, which may need it, this evaluation is left out; where one runs at another event than
             COMPLETED, a metric or the score may need it, so only forward is run: metrics and the score are not looked at.
+            One that is attached on one rank counts on all.
 
     Attributes:
         best: the best score so far, or None.
@@ -207,22 +209,29 @@ class Validation(Handler):
             trainer.section("evaluation"),
             append_handler(evaluator, Events.EPOCH_COMPLETED, self._skip_completed),
             without_handlers(evaluator, self._is_left_out) as left_out,
-            without_handlers(evaluator, lambda _, handler: _prepares(left_out) and isinstance(_owner(handler), Metric)),
         ):
-            if any(event in _BEFORE_FORWARD for event in left_out):
+            # All ranks go the same way, also where a handler is attached on one of them only, as a progress bar is on rank 0.
+            comes_before = any(event in _BEFORE_FORWARD for event in left_out)
+            prepares = any(event not in _AFTER_METRICS for event in left_out)  # what metrics and the score may need
+            comes_before, prepares = (number > 0 for number in collectives.largest(comes_before, prepares))
+            if comes_before:
                 return
-            try:
-                metrics = self._evaluate(epoch_length=self.sanity)
+            with without_handlers(evaluator, lambda _, handler: prepares and isinstance(_owner(handler), Metric)):
                 names = (self.score, *(name for name, _ in self._scores_of_others(trainer)))
-                for name in () if _prepares(left_out) else dict.fromkeys(names):
-                    if name in metrics or not left_out:  # one that is left out may publish it
-                        score_in(metrics, name)
-            except Exception as error:
-                error.add_note(
-                    f"this was a rehearsal with {self.sanity} micro-batches before the first update; Validation(sanity=0) "
-                    "leaves it out"
-                )
-                raise
+                self._try_out(() if prepares else dict.fromkeys(names), is_whole=not left_out)
+
+    def _try_out(self, scores: Iterable[str], *, is_whole: bool) -> None:
+        """Evaluates a few micro-batches, and looks for `scores`; those that are missing may be published by a handler left out."""
+        try:
+            metrics = self._evaluate(epoch_length=self.sanity)
+            for name in scores:
+                if name in metrics or is_whole:
+                    score_in(metrics, name)
+        except Exception as error:
+            error.add_note(
+                f"this was a rehearsal with {self.sanity} micro-batches before the first update; Validation(sanity=0) leaves it out"
+            )
+            raise
 
     def _is_left_out(self, event: Any, handler: Any) -> bool:
         """Whether the rehearsal must not reach a handler, which may keep what it is shown, such as the best weights."""
@@ -280,8 +289,3 @@ class Validation(Handler):
 
 def _owner(handler: Any) -> Any:
     return handler.__self__ if isinstance(handler, MethodType) else handler
-
-
-def _prepares(left_out: list[Any]) -> bool:
-    """Whether metrics and the score may need what handlers at these events do, which the rehearsal leaves out."""
-    return any(event not in _AFTER_METRICS for event in left_out)

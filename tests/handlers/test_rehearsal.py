@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ignite.distributed as idist
 import pytest
 import torch
 from ignite.engine import Engine, Events
@@ -14,8 +15,9 @@ from ignite.metrics import Average, Metric, MetricsLambda
 from torch import nn
 
 import cuts
-from ignite_train import ForwardOutput, Trainer, create_evaluator, create_trainer
+from ignite_train import ForwardOutput, Trainer, UpdateOptions, create_evaluator, create_trainer
 from ignite_train.handlers import JsonLines, Validation
+from ranks import Ranks
 
 DATA = cuts.cut(cuts.samples(), [8, 8, 8])
 EVENTS = (
@@ -37,7 +39,8 @@ def forward(model: nn.Module, batch: Any) -> ForwardOutput:
 def make(kind: str, seen: list[int] | None = None) -> tuple[Trainer, Engine]:
     """A trainer, and an evaluator that notes the update after which forward was run."""
     model = cuts.linear()
-    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), cuts.forward)
+    options = UpdateOptions(reduction="explicit")  # it serves on one rank too
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), cuts.forward, options=options)
 
     def noting(model: nn.Module, batch: Any) -> ForwardOutput:
         if seen is not None:
@@ -176,3 +179,26 @@ def test_handlers_of_the_end_are_not_called(kind: Callable[..., Validation], tmp
     kind(evaluator, DATA).attach(trainer)
     trainer.run(DATA)
     assert (tmp_path / "log").read_text().count("validation/loss") == 1
+
+
+def _with_a_handler_of_rank_0(kind: str, event: Any) -> tuple[list[int], list[int], float]:
+    forwards, calls = list[int](), list[int]()
+    trainer, evaluator = make(kind, forwards)
+    Average().attach(evaluator, "loss" if kind == "stock" else "average")
+    if idist.get_rank() == 0:
+        evaluator.add_event_handler(event, lambda: calls.append(trainer.state.iteration))
+    validation = Validation(evaluator, DATA[:1], score="loss", mode="min")
+    validation.attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    assert validation.best is not None
+    return forwards, calls, validation.best
+
+
+@pytest.mark.parametrize("kind", ["ours", "stock"])
+def test_a_handler_that_one_rank_has_counts_on_all(kind: str) -> None:
+    """As a bar or a logger that is attached on rank 0. Otherwise one rank waits in a metric that the other leaves out."""
+    with Ranks() as ranks:
+        for event in EVENTS:
+            first, second = ranks.run(_with_a_handler_of_rank_0, kind, event)
+            assert first[::2] == second[::2], "both ranks run forward equally often, and find the same score"
+            assert (first[1], second[1]) == ([3], [])
