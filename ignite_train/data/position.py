@@ -79,8 +79,7 @@ class DataPosition:
         self._keeps_generators = self._stateful is not None and not isinstance(loader, (DataLoader, Pipeline))
         self._description = describe_data(loader)
         self._first_sample = 0
-        self._opening: dict[str, Any] = {}
-        self._before_opening: dict[str, Any] = {}  # the generators, where the pass begins at its start
+        self._opening: dict[str, Any] = {}  # the generators before the pass was opened
         # Of a stateful loader, before and after the latest group: its state, and the generators that it holds.
         self._notes: list[tuple[Any, dict[str, Any] | None]] = [(None, None), (None, None)]
         self.is_stateful, self.exhausted, self.may_break = self._stateful is not None, False, False
@@ -114,9 +113,7 @@ class DataPosition:
             generators = capture_random_state()
         self._warn_of_changed_samplers(saved["opening"] if self.reads_past and "opening" in saved else saved)
         before = {**generators, "own": self._own_generators(), "samplers": attributes_of_samplers(self._loader)}
-        if not skip:
-            self._before_opening = before
-        if self._seekable is None and not self._opening:
+        if not self._opening:
             self._opening = before
         if self.reads_past and "opening" in saved:
             restore_random_state(saved["opening"])
@@ -170,8 +167,8 @@ class DataPosition:
 
     def take_back_opening(self) -> None:
         """Puts the generators back to what they were before the pass was opened, at the start of an epoch."""
-        in_full(partial(restore_random_state, self._before_opening))
-        self._set_own_generators(self._before_opening["own"])
+        in_full(partial(restore_random_state, self._opening))
+        self._set_own_generators(self._opening["own"])
 
     def note(self, *, exhausted: bool) -> None:
         """Call it when a group was read, before anything is read ahead, and when the loader is exhausted."""
