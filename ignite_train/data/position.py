@@ -227,14 +227,17 @@ class DataPosition:
 
     def _changed_generators(self, saved: Mapping[str, Any]) -> list[str]:
         """A line where the dataset has lost a generator whose state was saved, or got one for which none was."""
-        before, now = saved["generators"], self._find_own_generators()
-        if saved["world_size"] != self._num_ranks:
+        if not self._is_of_as_many_ranks(saved):
             return []
+        before, now = saved["generators"], self._find_own_generators()
         names = [", ".join(name for name in each if name.startswith("dataset.")) or "none" for each in (before, now)]
         return [f"generators of the dataset: {names[0]:.200} -> {names[1]:.200}"] if names[0] != names[1] else []
 
+    def _is_of_as_many_ranks(self, saved: Mapping[str, Any]) -> bool:
+        return not saved or bool(saved["world_size"] == self._num_ranks)
+
     def _go_to(self, saved: Mapping[str, Any]) -> None:
-        same_ranks = saved.get("world_size", self._num_ranks) == self._num_ranks
+        same_ranks = self._is_of_as_many_ranks(saved)
         if self._seekable is not None and "samples" in saved:
             check_fields("DataPosition", saved, {"samples": COUNT})
             self._first_sample = saved["samples"]
@@ -267,7 +270,7 @@ class DataPosition:
         """Puts back the state and the generators of a loader, which depend on earlier passes."""
         if self._seekable is not None:
             self._seekable.seek(0)
-        same_ranks = saved.get("world_size") == self._num_ranks
+        same_ranks = self._is_of_as_many_ranks(saved)
         # A pass was open, and nothing of it done.
         has_begun = saved.get("micro_batches") == 0 and not saved["exhausted"] and bool(saved["opening"])
         if self._stateful is not None and same_ranks and self._has_state_of_same_kind(saved):
@@ -283,7 +286,7 @@ class DataPosition:
                 f"written its place, and {self._num_ranks} cannot continue there: samples that were used lately are "
                 "used again; a ResumableLoader without epoch_length avoids that"
             )
-        if saved.get("world_size", self._num_ranks) != self._num_ranks:
+        if not same_ranks:
             return
         own = saved.get("generators", {})
         if self._stateful is not None and has_begun:
