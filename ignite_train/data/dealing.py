@@ -130,11 +130,6 @@ class DealtSampler(Sampler[T]):
     def __len__(self) -> int:
         return len(self._positions())
 
-    @property
-    def num_shares(self) -> int:
-        """Among how many ranks the entries are dealt out."""
-        return self.dealing.size
-
     def begin_pass(self) -> range:
         """The positions of this rank's entries in a pass that begins; the pass after it starts at the first entry again."""
         positions, self._start = self._positions(), 0

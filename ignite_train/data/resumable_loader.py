@@ -149,7 +149,7 @@ class ResumableLoader(DataLoader[Any]):
     @property
     def samples_per_round(self) -> int:
         """Samples in one micro-batch of each rank; with `batches` the place is counted in these, and it is one of each rank."""
-        return int(self.batch_size or 1) * self._order.num_shares
+        return int(self.batch_size or 1) * self._order.dealing.size
 
     def seek(self, samples: int) -> None:
         """Lets the next pass start after `samples` samples, counted over all ranks; `len()` then counts what is left.

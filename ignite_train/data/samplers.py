@@ -74,7 +74,7 @@ class ShardedSampler(DealtSampler[int]):
             ranks along these, and ranks that differ in other dimensions only get the same. None: each rank gets its own.
 
     Attributes:
-        dealing: to whom, where replicas come and go; None: to the ranks.
+        dealing: to whom.
 
     Raises:
         TypeError: the dataset has no length.

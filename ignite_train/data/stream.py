@@ -48,7 +48,6 @@ class Stream:
         self._passes = 0  # that have ended
         self._given = 0  # micro-batches of this pass, in this process and before
         self._since_found = 0  # of them, in this process
-        self._length: int | None = None  # of the pass, in micro-batches; None if unknown
         self._micro_batches: Iterator[Any] | None = None  # None: the pass has not been begun, or has ended
         self._place: DataPosition | None = None
         self._ended = False
@@ -74,7 +73,7 @@ class Stream:
     def _read(self) -> Any:
         """The next micro-batch of the pass, or this object at its end."""
         if self._place is not None and self._place.is_pass_broken():
-            if self._given == self._length:
+            if self._given == length_of(self.data):
                 return self
             raise self._place.broken_pass_error()
         self._is_broken = True
@@ -142,7 +141,6 @@ class Stream:
         if self._place.reads_past:
             for _ in range(self._given):
                 next(self._micro_batches, None)
-        self._length = length_of(self.data)
         self._place.found()
         if self._place.is_stateful and not self._given and not self._begun:
             self._begun[self._passes] = self._place.saved(0, 0, latest=True)
