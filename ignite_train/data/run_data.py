@@ -62,7 +62,7 @@ class RunData(Batches):
         self._place: Mapping[str, Any] = {}  # where no pass has been made since it was loaded
         self._on_changed_data = "raise"
         self._fetched: Sequence[Any] = ()  # the group of the update that begins next, as it came
-        self._kept: tuple[Any, MicroBatchPass] | None = None  # what the latest run left open: data and its pass
+        self._is_kept = False  # the latest run left its pass open, and the next one may continue it
 
     # --- the data of a run
 
@@ -95,7 +95,7 @@ class RunData(Batches):
             TypeError: it is one, and more than one pass is needed.
         """
         if self.stream is None and data is not None:
-            half_read = self._progress.epoch_open and data is self._state.dataloader and self._kept is None
+            half_read = self._progress.epoch_open and data is self._state.dataloader and not self._is_kept
             refuse_used_iterator(data, max_epochs, half_read=half_read)
 
     def replace(self, data: Iterable[Any]) -> None:
@@ -130,8 +130,8 @@ class RunData(Batches):
         """Ends the thread of a loader of which the next run reads on; a pass that is over has ended its own."""
         if self.stream is not None:
             self.stream.pause()
-        if self._kept is not None:
-            self._kept[1].pause()
+        if self._is_kept and self._groups is not None:
+            self._groups.pause()
 
     def expected_length(self, data: Any) -> int | None:
         """Updates of the epoch that begins next, if that can be known before its pass."""
@@ -165,7 +165,7 @@ class RunData(Batches):
 
     def forget_position(self) -> None:
         """Has the next run find its place again, since the counters have changed."""
-        self._groups, self._place, self._kept = None, {}, None
+        self._groups, self._place, self._is_kept = None, {}, False
         if self.stream is not None:
             self.begin_run(self.stream.data, self.stream.updates_per_epoch)
 
@@ -174,25 +174,25 @@ class RunData(Batches):
     def open(self, data: Any) -> None:
         """Opens the pass of the epoch, after the updates of it that are done, or continues the one that was kept."""
         source = data if self.stream is None else self.stream
-        kept, self._kept, self._begins = self._kept, None, False
+        is_kept, self._is_kept, self._begins, groups = self._is_kept, False, False, self._groups
         if self.stream is not None:
             self.stream.on_changed_data = self._on_changed_data
-        if kept is not None and _all_continue(is_same=source is kept[0]):
-            kept[1].length = kept[1].length if self.stream is None else self.stream.updates_per_epoch
-            self._opened(kept[1])
+        if is_kept and groups is not None and _all_continue(is_same=source is groups.loader):
+            groups.length = groups.length if self.stream is None else self.stream.updates_per_epoch
+            self._opened(groups)
             return
         skip, epoch = self._progress.epoch_iteration, self._state.epoch
         first_update = self._state.iteration + 1 - skip
-        broken_off = self._pass_is_opened and self._groups is not None and self._groups.loader is source
-        position = self.position() if skip or self._groups is None or broken_off else {}
+        broken_off = self._pass_is_opened and groups is not None and groups.loader is source
+        position = self.position() if skip or groups is None or broken_off else {}
         if not skip and self.stream is None and position.get("of_run") and source is not self._of_run:
             position = {}  # the generators and the state of the loader before, in place of which `set_data` has put this one
         if not skip and self.stream is not None and "description" in position and not is_of_stream(position):
             self.stream.begin_at(position)  # whose first pass follows that of an epoch without `epoch_length`
             position = {}
         position = {**position, "on_changed_data": self._on_changed_data} if position else {}
-        if broken_off and self.stream is not None and self._groups is not None:
-            self._groups.refuse_lost_group(skip)
+        if broken_off and self.stream is not None and groups is not None:
+            groups.refuse_lost_group(skip)
         self._opened(self.grouping(source, epoch=epoch, first_update=first_update, skip=skip, position=position))
 
     def _opened(self, groups: MicroBatchPass) -> None:
@@ -201,12 +201,9 @@ class RunData(Batches):
 
     def keep_open(self) -> bool:
         """Whether the next run continues this pass: on some rank the data is an iterator, read only once. Collective."""
-        data = self._state.dataloader if self.stream is None else self.stream
-        keeps = collectives.any_rank(isinstance(data.data if isinstance(data, Stream) else data, Iterator))
-        if keeps:
-            assert self._groups is not None  # noqa: S101  # a pass was made
-            self._kept = data, self._groups
-        return keeps
+        data = self._state.dataloader if self.stream is None else self.stream.data
+        self._is_kept = collectives.any_rank(isinstance(data, Iterator))
+        return self._is_kept
 
     def close(self) -> None:
         """Ends the pass."""
