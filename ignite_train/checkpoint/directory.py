@@ -145,12 +145,13 @@ class CheckpointDirectory:
     Attributes:
         frozen: the frozen weights of this rank that need not be written again; None before the first.
         later_than: the serial number of the newest checkpoint that a mirror has; what is written here comes after it.
+        known_serial: that of the newest checkpoint here which was written by this object, or found by `know`.
     """
 
     def __init__(self, path: Path, disk: Disk, lock: DirectoryLock | None = None) -> None:
         self.path, self.disk, self.lock = path, disk, lock
         self.frozen: _FrozenFile | None = None
-        self.later_than = 0
+        self.later_than = self.known_serial = 0
         self._being_removed: set[str] = set()  # by this process; a run that broke off may still do it beside the next
         self._manifests: dict[str, Manifest] = {}
         self._frozen_names: list[str] = []  # what the latest scan has found
@@ -189,10 +190,13 @@ class CheckpointDirectory:
         self._manifests = found  # now, since the thread that removes old checkpoints may scan at the same time
         return sorted(found.items(), key=lambda entry: entry[1].serial), failed
 
-    @property
-    def newest_serial(self) -> int:
-        """The serial number of the newest checkpoint that the latest `scan` has found, or that was written since; 0 of none."""
-        return max((manifest.serial for manifest in self._manifests.values()), default=0)
+    def know(self) -> None:
+        """Notes that a run continues what is here now.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        self.known_serial = max((manifest.serial for _, manifest in self.scan()[0]), default=0)
 
     def set_aside_before(self) -> list[str]:
         """The damaged checkpoints that were renamed by an earlier start."""
@@ -278,7 +282,8 @@ class CheckpointDirectory:
         while (name := checkpoint_name(manifest.update, copy)) in taken:
             copy += 1
         self._check_lock()
-        self._manifests[name] = manifest  # before it is there: an error afterwards does not make it another run's
+        self._manifests[name] = manifest
+        self.known_serial = manifest.serial  # before it is there: an error afterwards does not make it another run's
         self._put_in_place([directory / one for one in written if is_frozen_name(one)], directory, name)
         return name
 

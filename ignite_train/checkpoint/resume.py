@@ -91,7 +91,6 @@ class Resumption:
         trainer.data.load_position(trainer.data.position(), on_changed_data=self._on_changed_data)
         self._state = state
         self._writer.resume_from(path)
-        self._writer.know_directory()
         if collectives.is_main_rank():
             changed = config_changes(manifest.config, script, run_config(self._run, self._config))
             _log_resumption(path, manifest, [*state.changed, *changed], state)

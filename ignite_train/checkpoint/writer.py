@@ -98,7 +98,6 @@ class CheckpointWriter:
         self.retention, self.asynchronous, self.warns, self.give_up_after = retention, asynchronous, warns, give_up_after
         self.directory, self.mirror = CheckpointDirectory(path, Disk(), DirectoryLock(path)), mirror
         self.latest: Path | None = None
-        self._known_serial = 0  # of the newest checkpoint in the directory that this run has written or read; on rank 0
         self.has_lost_one = False
         self._is_taken_over = False
         self._is_held = False  # by a run; otherwise each save takes the lock
@@ -177,17 +176,13 @@ class CheckpointWriter:
             self._group = collectives.own_group()
 
     def resume_from(self, path: Path) -> None:
-        """Notes that the run resumes from a checkpoint that every rank has read whole."""
-        self.latest, self._is_taken_over = path, True
-
-    def know_directory(self) -> None:
-        """Notes that the run continues what is in its directory now. Collective.
+        """Notes that the run resumes from a checkpoint that every rank has read whole, and continues its directory. Collective.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: the directory cannot be read.
         """
-        on_main(collectives.gather_objects, "looking for checkpoints", self.directory.scan)
-        self._known_serial = self.directory.newest_serial
+        self.latest, self._is_taken_over = path, True
+        on_main(collectives.gather_objects, "looking for checkpoints", self.directory.know)
 
     def refuse_unread(self, update: int) -> None:
         """Refuses to save beside later checkpoints that this run has neither written nor read, and would remove. Collective.
@@ -208,16 +203,17 @@ class CheckpointWriter:
 
     def _newest_of_others(self) -> str:
         """The newest checkpoint in the directory, if this run does not know it; for rank 0."""
+        known = self.directory.known_serial
         try:
             found, failed = self.directory.scan()
         except OSError:
-            if self._known_serial:  # it has saved there, and a save to come tells what is wrong
+            if known:  # it has saved there, and a save to come tells what is wrong
                 return ""
             raise
-        if not self._known_serial:
+        if not known:
             refuse_unreadable(failed)
-        damaged = [] if self._known_serial else [Path(one.path).name for one in failed]
-        later = [name for name, manifest in found if manifest.serial > self._known_serial]
+        damaged = [] if known else [Path(one.path).name for one in failed]
+        later = [name for name, manifest in found if manifest.serial > known]
         return ([*damaged, *later] or [""])[-1]
 
     def catch_up(self) -> None:
@@ -331,7 +327,7 @@ class CheckpointWriter:
         """Writes one checkpoint. The next save waits until `durable` is set, and not until older ones are removed."""
 
         def note_durable(path: Path) -> None:
-            self.latest, self._known_serial = path, self.directory.newest_serial
+            self.latest = path
             if self.mirror is None:
                 durable.set()
 
@@ -348,7 +344,6 @@ class CheckpointWriter:
         except BaseException as error:
             self._error = error
         finally:
-            self._known_serial = self.directory.newest_serial  # also of one that is there, although the save has failed
             if not self._is_held:
                 self._release()
             durable.set()

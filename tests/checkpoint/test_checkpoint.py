@@ -540,7 +540,7 @@ def test_a_checkpoint_is_of_this_run_before_older_ones_are_removed(tmp_path: Pat
     known = list[bool]()
 
     def note(directory: CheckpointDirectory, *_: Any, **__: Any) -> None:
-        known.append(saver.saver._known_serial == directory.newest_serial)
+        known.append(directory.known_serial == directory.scan()[0][-1][1].serial)
 
     monkeypatch.setattr(CheckpointDirectory, "prune", note)
     trainer.run(LOADER, max_iters=3)
