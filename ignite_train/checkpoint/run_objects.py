@@ -395,7 +395,7 @@ def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in group.items():
         plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         plain = list(plain) if isinstance(plain, tuple) else plain
-        if key not in NOT_OPTIONS and (isinstance(plain, _PLAIN) or (isinstance(plain, list) and all(map(_is_plain, plain)))):
+        if key not in NOT_OPTIONS and _is_comparable(plain):
             options[str(key)] = plain
     return options
 
@@ -429,8 +429,4 @@ def same_option(saved: Any, here: Any) -> bool:
 
 
 def _is_comparable(value: Any) -> bool:
-    return all(map(_is_plain, value)) if isinstance(value, list) else _is_plain(value)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, _PLAIN)
+    return all(isinstance(one, _PLAIN) for one in (value if isinstance(value, list) else [value]))

@@ -192,7 +192,7 @@ def _describe_batches(loader: DataLoader[Any]) -> dict[str, Any]:
         described |= {"batch_size": batch_sampler.batch_size, "drop_last": batch_sampler.drop_last}
     else:
         described["drop_last"] = loader.drop_last
-    described |= {"samples": _length_of_dataset(loader)} | _describe_sampler(sampler)
+    described |= {"samples": length_of(loader.dataset)} | _describe_sampler(sampler)
     if not isinstance(sampler, DRAWS_NOTHING):
         described[_DRAWN] = _drawn_from(loader)
     return described
@@ -223,11 +223,6 @@ def _drawn_from(loader: DataLoader[Any]) -> str:
     names = [name for name in generators_within(loader) if name.startswith(("generator", "sampler.", "batch_sampler."))]
     of_samplers = any(generators_within(sampler) for sampler in samplers_of(loader))
     return ", ".join([*names, *["process"] * (not of_samplers)])
-
-
-def _length_of_dataset(loader: DataLoader[Any]) -> int | None:
-    dataset: Any = loader.dataset
-    return length_of(dataset)
 
 
 def _has_fixed_order(described: Mapping[str, Any]) -> bool:
