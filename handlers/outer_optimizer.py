@@ -308,8 +308,8 @@ class _Replica:
         num_updates, num_ranks = state_dict["num_updates"], state_dict["num_ranks"]
         if num_updates and num_ranks != collectives.world_size():
             raise ValueError(
-                f"the checkpoint was written {_updates(num_updates)} after an outer step, by {num_ranks} replicas that differ, "
-                f"and this run has {collectives.world_size()}; use {num_ranks} ranks, or a checkpoint of an outer step"
+                f"the checkpoint was written {_updates(num_updates)} after an outer step, with world size {num_ranks}, and "
+                f"this run has {collectives.world_size()}; use world size {num_ranks}, or a checkpoint of an outer step"
             )
         self._outer._num_updates, self._trainer.replicas.are_equal = num_updates, num_updates == 0
         with torch.no_grad():

@@ -221,7 +221,7 @@ class Validation(Handler):
                 self._try_out(() if prepares else dict.fromkeys(names), is_whole=not left_out)
 
     def _try_out(self, scores: Iterable[str], *, is_whole: bool) -> None:
-        """Evaluates a few micro-batches, and looks for `scores`; those that are missing may be published by a handler left out."""
+        """Evaluates some micro-batches, and looks for scores. Without all handlers some may be missing, which they publish."""
         try:
             metrics = self._evaluate(epoch_length=self.sanity)
             for name in scores:
@@ -229,7 +229,8 @@ class Validation(Handler):
                     score_in(metrics, name)
         except Exception as error:
             error.add_note(
-                f"this was a rehearsal with {self.sanity} micro-batches before the first update; Validation(sanity=0) leaves it out"
+                f"this was a rehearsal with {self.sanity} micro-batches before the first update; Validation(sanity=0) leaves "
+                "it out"
             )
             raise
 

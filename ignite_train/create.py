@@ -154,11 +154,11 @@ def create_trainer(
     options, seed = _checked_options(options), None if seed is None else whole_number("seed", seed)
     _check_model(model)
     optimizers, state = _checked_optimizers(model, optimizer, options), TrainState()
+    scaling, device = _loss_scaling(loss_scaling, precision), next(model.parameters()).device
     _check_transform(output_transform)
     limit, limits = _norm_limits(max_grad_norm, optimizers)
-    _check_combinations(options, limits, compiled=compile is not False)
-    options = _checked_elastic(options, seed, model, compiled=compile is not False)
-    bound, device = bind_forward(forward, lambda: state), next(model.parameters()).device
+    options = _checked_combinations(options, limits, seed, model, scaling, compiled=compile is not False)
+    bound = bind_forward(forward, lambda: state)
     crossing = crossing_for(
         model,
         options.reduction,
@@ -177,7 +177,7 @@ def create_trainer(
         run_backward=compile_in_place(model, of_model(compile, model), backward=options.compiled_autograd),
         transfer=transfer_to(device),
         precision=Precision(precision, device),
-        loss_scaling=_loss_scaling(loss_scaling, precision),
+        loss_scaling=scaling,
         seeding=None if seed is None else Seeding(seed, device, crossing.data_ranks.rank),
         guard=HandlerGuard(gradients, optimizers, keeps_graph=options.create_graph),
         state=state,
@@ -596,7 +596,15 @@ def _loss_scaling(loss_scaling: Any, precision: PrecisionName) -> LossScaling:
     return loss_scaling
 
 
-def _check_combinations(options: UpdateOptions, limits: Mapping[str, float], *, compiled: bool) -> None:
+def _checked_combinations(
+    options: UpdateOptions,
+    limits: Mapping[str, float],
+    seed: int | None,
+    model: nn.Module,
+    scaling: LossScaling,
+    *,
+    compiled: bool,
+) -> UpdateOptions:
     retains = options.retain_graph and not options.compiled_autograd
     if compiled and retains and donates_buffers():
         raise ValueError(
@@ -605,6 +613,7 @@ def _check_combinations(options: UpdateOptions, limits: Mapping[str, float], *, 
         )
     _check_second_order(options, compiled=compiled)
     _check_local(options, limits)
+    return _checked_elastic(options, seed, model, scaling, compiled=compiled)
 
 
 def _check_second_order(options: UpdateOptions, *, compiled: bool) -> None:
@@ -631,7 +640,9 @@ def _check_local(options: UpdateOptions, limits: Mapping[str, float]) -> None:
         )
 
 
-def _checked_elastic(options: UpdateOptions, seed: int | None, model: nn.Module, *, compiled: bool) -> UpdateOptions:
+def _checked_elastic(
+    options: UpdateOptions, seed: int | None, model: nn.Module, scaling: LossScaling, *, compiled: bool
+) -> UpdateOptions:
     """The options, without accelerations where other replicas may have the update made again."""
     if options.reduction != "elastic":
         return options
@@ -647,6 +658,11 @@ def _checked_elastic(options: UpdateOptions, seed: int | None, model: nn.Module,
         raise ValueError(
             "seed must be given with reduction='elastic', so that an update that is made again draws the same random numbers; "
             "pass seed=0, say, the same on all replicas"
+        )
+    if isinstance(scaling, TorchLossScaling) and scaling.awaits_size:
+        raise ValueError(
+            "loss_scaling must have its first scale with reduction='elastic', where each replica would take another from its "
+            "samples; pass loss_scaling=TorchLossScaling(init_scale=65536.0), say, the same on all replicas"
         )
     if sparse_parameters(model):
         raise ValueError("model must have no sparse gradients for reduction='elastic', got an embedding with sparse=True")

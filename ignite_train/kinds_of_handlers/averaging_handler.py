@@ -35,8 +35,8 @@ class AveragingHandler(Handler):
     """A handler that keeps an average of the weights: average ← decay · average + (1 - decay) · weights.
 
     It follows the updates that moved the parameters; a skipped update does not count. All parameters are averaged, and so are
-    the running statistics of normalisation layers; other buffers are the model's. Averages of bfloat16 and float16 are kept in
-    float32, because 1 - decay of a weight is lost there. With sharded models each rank averages its shards.
+    the running statistics of normalisation layers; other buffers are the model's. Averages of floats that are narrower than
+    float32 are kept in float32, because 1 - decay of a weight is lost there. With sharded models each rank averages its shards.
 
     A derived class defines `decay_in` and passes `device`: where the averages are; None: where the weights are. It sets
     `follows_until_first` where the average, until the first averaging, must be the weights of the moment, and not the weights
@@ -216,7 +216,8 @@ class AveragingHandler(Handler):
                 foreach_copy_(local_tensors(self._averages.values()), local_tensors(weights.values()))
 
     def _average(self, value: Tensor) -> Tensor:
-        dtype = torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
+        is_narrow = value.is_floating_point() and value.itemsize < torch.float32.itemsize
+        dtype = torch.float32 if is_narrow else value.dtype
         return value.detach().to(device=self.device, dtype=dtype, copy=True)
 
     def _take_over_statistics(self) -> None:

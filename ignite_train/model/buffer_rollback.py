@@ -72,7 +72,12 @@ class BufferRollback:
         """Puts them back, and says whether there was a mark of any buffer."""
         for buffer, before in zip(self._copied, self._copies, strict=True):
             if not buffer.is_inference():  # to which torch lets nothing write
-                own_memory(buffer).copy_(before)
+                own = own_memory(buffer)
+                if (
+                    not own.is_nested and own.shape != before.shape
+                ):  # its first forward may size a buffer, as observers of quantisation do
+                    own.resize_(before.shape)
+                own.copy_(before)
         for owner, buffers in self._owners:
             if isinstance(owner, dict):  # a scripted module has another mapping, whose tensors stay the same
                 owner.update(buffers)

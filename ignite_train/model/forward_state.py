@@ -18,6 +18,7 @@ from ignite_train.errors import TrainingError
 from ignite_train.internals.of_torch import buffers_of, parameters_of, pytree, version_of
 from ignite_train.model.buffer_rollback import BufferRollback
 from ignite_train.model.in_full import in_full, put_entries_back
+from ignite_train.model.magnitude import magnitude
 from ignite_train.model.memory_layout import has_plain_memory
 from ignite_train.model.micro_batch_rollback import MicroBatchRollback, content_of, same_content
 from ignite_train.model.objects_used import CONTAINERS, MAX_ENTRIES, attributes_of, is_accounted_for, objects_used
@@ -37,20 +38,20 @@ class _Kept(NamedTuple):
         tensor: the tensor, whose `.data` may become another.
         version: how often torch had written to it.
         alias: its memory as it was.
-        values: a copy; or its norm, if `is_norm`.
+        values: a copy; or its magnitude, if `is_magnitude`.
     """
 
     tensor: Tensor
     version: int
     alias: Tensor
     values: Tensor
-    is_norm: bool
+    is_magnitude: bool
 
     def has_moved(self) -> bool:
         """Whether something has written to it. Its values are compared too: a change of `.data` has no version."""
         if version_of(self.tensor) != self.version or _address(self.tensor) != _address(self.alias):
             return True
-        now = _norm(self.alias) if self.is_norm else self.alias
+        now = magnitude(self.alias) if self.is_magnitude else self.alias
         return not same_content(content_of(now), content_of(self.values))
 
 
@@ -106,7 +107,7 @@ class ForwardState:
         module: the model.
         carried: what forward carries.
         forward: the user's; what it refers to is looked for in the marks 1, 2, 4, 8, ....
-        copies: whether all parameters are copied at first. Otherwise their norms are taken at first, and those are copied
+        copies: whether all parameters are copied at first. Otherwise their magnitudes are taken at first, and those are copied
             that were seen to move in a forward that was kept.
         watches_tensors: False where nothing can write into parameters and buffers, as in a trial that breaks off what does.
             They are neither copied nor read then; buffers that forward assigns are put back all the same, and so are the
@@ -128,7 +129,7 @@ class ForwardState:
         self._module, self._carried, self._forward = module, Carried() if carried is None else carried, forward
         self._copies_at_first, self._looks_at_values = copies, watches_tensors
         self._watches_tensors = watches_tensors
-        self._trained: list[float] = []  # norms at the first mark: a target that equals them does not move until they have
+        self._trained: list[float] = []  # magnitudes at the first mark: a target that equals them does not move until they have
         self._moving: dict[int, Tensor] = {}
         self._num_marks = 0
         self.modules: list[nn.Module] = []
@@ -196,7 +197,7 @@ class ForwardState:
     def copies(self, mark: ForwardMark) -> dict[str, dict[str, Tensor]]:
         """The values at `mark`, by the names of `written`. Call it right after `mark`."""
         copied = {kind: {name: one.clone() for name, one in some.items()} for kind, some in self._always_written(mark).items()}
-        names, kept = self._names(), [one for one in mark.kept if not one.is_norm]
+        names, kept = self._names(), [one for one in mark.kept if not one.is_magnitude]
         return {**copied, "moved parameter": {names.get(id(one.tensor), str(id(one.tensor))): one.values for one in kept}}
 
     def _always_written(self, mark: ForwardMark) -> dict[str, dict[str, Tensor]]:
@@ -270,14 +271,14 @@ class ForwardState:
     def _have_stepped(self) -> bool:
         """Whether trained parameters are not what they were at the first mark."""
         parameters = [one for one in self._module.parameters() if one.requires_grad and _is_plain(one)]
-        norms = [float(_norm(one.detach())) for one in parameters]  # sync, until the first step
-        self._trained = self._trained or norms
-        return norms != self._trained
+        magnitudes = [float(magnitude(one.detach())) for one in parameters]  # sync, until the first step
+        self._trained = self._trained or magnitudes
+        return magnitudes != self._trained
 
     def _kept(self, tensor: Tensor) -> _Kept:
         alias = tensor.detach()
         is_copied = self._copies_at_first or id(tensor) in self._moving
-        return _Kept(tensor, version_of(tensor), alias, alias.clone() if is_copied else _norm(alias), not is_copied)
+        return _Kept(tensor, version_of(tensor), alias, alias.clone() if is_copied else magnitude(alias), not is_copied)
 
     @torch.no_grad()
     def _put_tensors_back(self, mark: ForwardMark, stepped: Sequence[Tensor]) -> None:
@@ -290,7 +291,7 @@ class ForwardState:
         values = [one.clone() for one in shared]
         for one in moved:
             self._moving[id(one.tensor)] = one.tensor
-            if one.is_norm:
+            if one.is_magnitude:
                 lost.append(one.tensor)
                 continue
             if _address(one.tensor) != _address(one.alias):
@@ -331,11 +332,6 @@ def _memory(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr() or id(tensor)
     except (NotImplementedError, RuntimeError):
         return id(tensor)
-
-
-def _norm(tensor: Tensor) -> Tensor:
-    wide = torch.complex128 if tensor.is_complex() else torch.float64
-    return torch.linalg.vector_norm(tensor, dtype=wide) if tensor.numel() else tensor.new_zeros(())
 
 
 def _fill(container: Any, entries: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ignite_train.forward import BoundForward, ForwardOutput, as_forward_output, is_declared, refuse_fraction
 from ignite_train.internals.of_torch import COLLECTIVE_NAMESPACES, DispatchMode, pytree, schema_of, storage_number
@@ -55,7 +56,7 @@ def check_declaration(
     # What would write into a parameter or a buffer is broken off.
     state = ForwardState(model, carried, forward, watches_tensors=False)
     mark = state.mark(micro_batch)
-    if not state.is_complete or any(isinstance(module, FSDPModule) for module in state.modules):
+    if not state.is_complete or any(map(_may_communicate, state.modules)):
         return []
     try:
         with suppress(Exception), _apart(state.modules), precision.autocast():
@@ -118,6 +119,11 @@ def _size_is_known(returned: Any) -> bool:
     size = float(returned[1])  # sync, once in a process
     refuse_fraction(size)
     return size != 0
+
+
+def _may_communicate(module: nn.Module) -> bool:
+    """Whether its forward may begin a collective. One that is broken off there can leave torch's state of a DTensor behind."""
+    return isinstance(module, FSDPModule) or any(isinstance(one, DTensor) for one in module.parameters(recurse=False))
 
 
 class _Probe:

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ignite_train.internals.of_torch import step_pre_hooks_of, step_pre_hooks_of_all, version_of
+from ignite_train.model.magnitude import magnitude
+from ignite_train.model.memory_layout import local_part
 from ignite_train.model.optimizers import Optimizers, each_optimizer, is_torchs, is_wrapped_by_scheduler, labelled_optimizers
 
 __all__ = ["StepWatch"]
@@ -237,14 +238,9 @@ class _Watched:
 
     @torch.no_grad()
     def _sums(self) -> list[Tensor]:
-        """Σ|x| of each parameter, in float64 where the device has it; not read, and of this rank's shard if it is sharded."""
-        found = []
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                own = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
-                wide = None if own.is_complex() or own.device.type == "mps" else torch.float64
-                found.append(torch.linalg.vector_norm(own, 1, dtype=wide))
-        return found
+        """The magnitude of each parameter, or of this rank's shard of it; not read."""
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return [magnitude(local_part(parameter.detach())) for parameter in parameters]
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:

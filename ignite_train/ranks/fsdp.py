@@ -189,6 +189,11 @@ def check_sharding(root: nn.Module, data_ranks: DataRanks) -> None:
                 f"model must leave it to the trainer when gradients are reduced, got {name}(False); leave that call out: they "
                 "are reduced in the last backward, or in each with options=UpdateOptions(reduce_each_micro_batch=True)"
             )
+        if not group.reshard_after_backward:
+            raise ValueError(
+                "model must be sharded again after each backward, or the next forward would run on the weights before the "
+                "step, got set_reshard_after_backward(False); leave that call out"
+            )
         factor = group.gradient_divide_factor
         if factor is not None and factor != max(sizes):
             raise ValueError(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -68,6 +68,11 @@ def crossing_for(
         raise TypeError(
             "model must not have the older replicate of torch.distributed._composable applied to it, whose hooks reduce "
             "gradients in every backward; leave that call out and wrap the model in DistributedDataParallel"
+        )
+    if collectives.world_size() > 1 and any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise TypeError(
+            "model must not be sharded by FullyShardedDataParallel, whose flat parameters have nothing in common on the ranks; "
+            "shard it by torch.distributed.fsdp.fully_shard instead"
         )
     data_ranks = data_ranks_of_any(model, data_dims)
     if is_sharded(model):

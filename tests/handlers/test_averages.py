@@ -336,6 +336,21 @@ def test_a_teacher_that_would_be_rounded_is_warned_about(caplog: pytest.LogCaptu
     assert not torch.equal(wide.weight, torch.ones_like(wide.weight))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_frozen_weights_of_a_narrow_dtype_are_averaged_in_float32(dtype: torch.dtype) -> None:
+    """As the weights under adapters; torch has no arithmetic in them, and they come back as they were."""
+    model = net()
+    frozen = nn.Parameter(torch.tensor([1.5, -0.25]).to(dtype), requires_grad=False)
+    model.register_parameter("frozen", frozen)
+    trainer = make(model)
+    ema = ModelEMA(0.5)
+    ema.attach(trainer)
+    trainer.run(DATA)
+    assert ema.state_dict()["model"]["frozen"].tolist() == [1.5, -0.25]
+    with ema.swapped_in():
+        assert (frozen.dtype, frozen.float().tolist()) == (dtype, [1.5, -0.25])
+
+
 def test_a_part_of_the_model_can_be_the_student() -> None:
     """The teacher follows the encoder alone."""
     model = net()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ignite_train import ForwardOutput, NonFiniteError, StaticLossScaling, UpdateOptions, create_trainer
+from ignite_train import ForwardOutput, NonFiniteError, StaticLossScaling, TrainEvents, UpdateOptions, create_trainer
 
 
 class Model(nn.Module):
@@ -101,3 +101,31 @@ def test_an_error_names_the_buffer_that_is_spoilt(spoils: bool) -> None:
         trainer.run([x * math.nan if spoils else x], max_epochs=1)
     notes = getattr(caught.value, "__notes__", [])
     assert [note.partition(" has a NaN")[0] for note in notes] == (["the buffer 'queue'"] if spoils else [])
+
+
+class Observed(nn.Module):
+    """With a buffer that the first forward sizes, as the observers of torch.ao.quantization do."""
+
+    largest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.register_buffer("largest", torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        self.largest.resize_(4).copy_(out.detach().amax(0))
+        return out
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_buffer_that_forward_sizes_has_its_first_size_again(way: str) -> None:
+    """Also where the skipped update is the first, before which it is empty."""
+    torch.manual_seed(0)
+    model = Observed()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.125), forward, **WAYS[way])
+    sizes: list[int] = []
+    trainer.add_event_handler(TrainEvents.STEP_SKIPPED, lambda: sizes.append(len(model.largest)))
+    trainer.run([torch.full((8, 3), math.nan), torch.ones(8, 3)], max_epochs=1)
+    assert (sizes, trainer.state.num_steps, len(model.largest)) == ([0], 1, 4)

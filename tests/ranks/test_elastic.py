@@ -118,6 +118,7 @@ def test_a_trainer_without_a_lighthouse_is_refused(monkeypatch: pytest.MonkeyPat
         ({"options": UpdateOptions(reduction="elastic", drop_last_group=True)}, "drop_last_group must be left out"),
         ({"compile": True}, "compile must be False"),
         ({"seed": None}, "seed must be given"),
+        ({"precision": "fp16"}, "loss_scaling must have its first scale"),
     ],
 )
 def test_a_combination_that_is_not_supported_is_refused(

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import meshes
-from ignite_train import ForwardOutput
+from ignite_train import ForwardOutput, UpdateOptions, create_evaluator, create_trainer
 from ignite_train.handlers import GradientMonitor, TrainingMetrics
 from meshes import LAYOUTS, Layout
-from ranks import Ranks
+from ranks import Ranks, run_ranks
 from tiers import nightly
 
 STEPS = 3
@@ -253,3 +254,38 @@ def test_an_update_has_one_small_collective(four: Ranks, name: str, logs: bool) 
     """Beside the buckets of gradients, however much is logged."""
     for found in four.run(_collectives, name, 2, logs):
         assert sorted(found) == [("all_gather", 4), *(("all_reduce", size) for size in BUCKETS[name])]
+
+
+def _with_a_split_table(evaluates: bool) -> list[float]:
+    """The weights after batches of 4 and of 1 sequence, the losses of an evaluation of 4 and of 1, or both by hand."""
+    mesh = meshes.mesh_of((2,), ("tp",))
+
+    def made() -> nn.Module:
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Embedding(12, 4), nn.Linear(4, 3)).double()
+        return parallelize_module(model, mesh, {"0": RowwiseParallel(input_layouts=Replicate())})
+
+    def forward(model: nn.Module, tokens: Tensor) -> ForwardOutput:
+        return ForwardOutput(model(tokens).square().sum(), len(tokens))
+
+    data = torch.randint(12, (5, 3), generator=torch.Generator().manual_seed(0)).split(4)
+    model, hand = made(), made()
+    options = UpdateOptions(data_dims=())
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward, options=options)
+    optimizer = torch.optim.SGD(hand.parameters(), lr=0.1)
+    if evaluates:
+        found = create_evaluator(model, forward, data_dims=()).run(data).metrics["loss"]
+        return [found, float(sum(forward(hand, one).loss.detach() for one in data)) / 5]
+    trainer.run(data, max_epochs=1)
+    for one in data:
+        (forward(hand, one).loss / len(one)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(one[1].weight.detach().sum()) for one in (model, hand)]
+
+
+@pytest.mark.parametrize("evaluates", [False, True], ids=["trains", "evaluates"])
+def test_a_table_that_is_split_by_rows_sees_batches_of_other_sizes(*, evaluates: bool) -> None:
+    """Torch keeps a mask from a forward that breaks off at its reduction, and refuses the next input of that shape."""
+    for found, by_hand in run_ranks(_with_a_split_table, evaluates):
+        assert found == pytest.approx(by_hand, rel=1e-12)

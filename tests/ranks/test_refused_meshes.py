@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import meshes
@@ -94,6 +95,18 @@ def averaged_over_a_flat_dimension(*dims: str) -> str:
     return _outcome(model, data_dims=dims)
 
 
+def sharded_flat(reduction: Any, *, use_orig_params: bool) -> str:
+    model = FullyShardedDataParallel(_net(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    return _outcome(model, reduction=reduction)
+
+
+def kept_whole() -> str:
+    model = _net()
+    fully_shard(model, mesh=meshes.on_cpu())
+    model.set_reshard_after_backward(False)  # type: ignore[attr-defined]
+    return _outcome(model)
+
+
 def replicated_by_hooks(reduction: Any) -> str:
     model = _net()
     replicate(model)
@@ -123,6 +136,18 @@ LACKING = "ValueError: data_dims must name each dimension over which fully_shard
         (averaged_over_a_flat_dimension, ("one", "two"), "$"),
         (replicated_by_hooks, ("auto",), "TypeError: model must not have the older replicate"),
         (replicated_by_hooks, ("explicit",), "TypeError: model must not have the older replicate"),
+        (
+            partial(sharded_flat, use_orig_params=True),
+            ("explicit",),
+            "TypeError: model must not be sharded by FullyShardedData",
+        ),
+        (
+            partial(sharded_flat, use_orig_params=False),
+            ("explicit",),
+            "TypeError: model must not be sharded by FullyShardedData",
+        ),
+        (partial(sharded_flat, use_orig_params=False), ("auto",), "TypeError: model must not be sharded by FullyShardedData"),
+        (kept_whole, (), r"ValueError: model must be sharded again .* got set_reshard_after_backward\(False\); leave"),
     ],
 )
 def test_gradients_that_would_count_several_times_are_refused(

@@ -133,6 +133,37 @@ def test_skip_is_bitwise_a_micro_batch_of_weight_zero(site: str, failing: int, a
     assert skipped[0]["events"] == [(update, 1, 5)]
 
 
+class Masked(nn.Module):
+    """With tensors of which torch takes no norm: a mask and an index as attributes, and frozen quantised weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.mask, self.places, self.none = torch.tensor([True, False]), torch.arange(2), torch.arange(0)
+        for dtype in (torch.int8, torch.float8_e4m3fn):
+            self.register_parameter(str(dtype)[6:], nn.Parameter(torch.ones(2).to(dtype), requires_grad=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.where(self.mask, self.layer(x), self.places.float())
+
+
+@pytest.mark.parametrize("policy", ["skip", "split"])
+def test_a_model_may_have_tensors_without_a_norm(policy: Any) -> None:
+    """What recovery looks at before a forward is not to end a run that has enough memory."""
+    model, fails = Masked(), [False, True, False]
+
+    def forward(model: nn.Module, x: torch.Tensor) -> ForwardOutput:
+        if fails and fails.pop(0):
+            raise torch.OutOfMemoryError("no room")
+        return ForwardOutput(model(x).square().sum(), len(x))
+
+    options = UpdateOptions(on_out_of_memory=policy)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward, options=options)
+    trainer.run([torch.ones(4, 3)] * 3, max_epochs=1)
+    assert trainer.state.iteration == 3
+    assert trainer.state.num_steps == (2 if policy == "skip" else 3)
+
+
 @pytest.mark.parametrize("site", ["forward", "backward"])
 @pytest.mark.parametrize("policy", ["skip", "split"])
 def test_no_backward_is_told_of_for_a_dropped_micro_batch(policy: str, site: str) -> None:
