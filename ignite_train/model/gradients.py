@@ -104,6 +104,12 @@ class Gradients:
                 self.clear()
                 break
 
+    def drop_frozen(self) -> None:
+        """Clears gradients of parameters that were frozen within the update: what is there is of this rank alone."""
+        for parameter in self.parameters():
+            if not parameter.requires_grad:
+                parameter.grad = None
+
     def set_aside(self) -> list[Tensor | None]:
         """Takes all gradients off their parameters."""
         self._apart, aside = [], []

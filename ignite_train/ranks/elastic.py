@@ -111,10 +111,8 @@ class _AllRanksOfAll:
 
 
 def _cut(gradients: Gradients) -> list[list[nn.Parameter]]:
-    """The parameters whose gradients cross, in buckets. The gradient of one that is frozen within the update is dropped."""
-    for parameter in gradients.parameters():
-        if not parameter.requires_grad:
-            parameter.grad = None
+    """The parameters whose gradients cross, in buckets."""
+    gradients.drop_frozen()
     return buckets((parameter for parameter in gradients.parameters() if parameter.requires_grad), gradient_dtype)
 
 

@@ -96,9 +96,7 @@ class ReplicasCrossing(Crossing):
             return
         self._planned, self._dtypes = trainable, dtypes
         self._compare_new(gradients)
-        for parameter in gradients.parameters():
-            if not parameter.requires_grad:  # frozen within this update: what is there is of this rank alone
-                parameter.grad = None
+        gradients.drop_frozen()
         known = sparse_parameters(self.module)
         sparse = [parameter for parameter in trainable if parameter in known]
         trainable = [parameter for parameter in trainable if parameter not in known]

@@ -9,7 +9,9 @@ import pytest
 import torch
 from ignite.engine import Events
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ignite_train import Trainer, TrainEvents, UpdateOptions, create_evaluator, create_trainer
 from ignite_train.handlers import Validation
@@ -101,35 +103,40 @@ def test_what_is_trainable_may_change_in_a_run(name: str, bucketed: bool) -> Non
         assert first[key] == pytest.approx(expected, rel=1e-12, abs=1e-13)
 
 
-def freeze_within(bucketed: bool) -> dict[str, list[list[float]]]:
+def freeze_within(way: str) -> dict[str, list[list[float]]]:
     """The weights before and after an update within which a parameter is frozen, and after the next."""
-    if bucketed:
+    if way == "in buckets":
         replicas._TAIL_ELEMENTS = 6
     model = weights()
+    options = UpdateOptions(reduction="explicit")
+    if way == "on a mesh":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+        model["unused"] = nn.Parameter(distribute_tensor(torch.zeros(2), mesh["tensor"], [Shard(0)]))
+        options = UpdateOptions(data_dims=("data",))
     trainer = create_trainer(
         model,
         torch.optim.SGD(model.parameters(), lr=RATE),
         lambda model, pair: (residual(model, *pair).square().sum(), len(pair[0])),
         accumulation_steps=2,
-        options=UpdateOptions(reduction="explicit"),
+        options=options,
     )
     trainer.add_event_handler(TrainEvents.MICRO_BATCH_STARTED(once=4), lambda: model["b"].requires_grad_(False))
-    seen: dict[str, list[list[float]]] = {key: [] for key in model}
+    seen: dict[str, list[list[float]]] = {key: [] for key in POWERS}
 
     @trainer.on(Events.ITERATION_COMPLETED)
     def look() -> None:
-        for key, parameter in model.items():
-            seen[key].append(parameter.tolist())
+        for key, before in seen.items():
+            before.append(model[key].tolist())
 
     trainer.run(data(idist.get_rank())[:6], max_epochs=1)
     return seen
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bucketed", [False, True], ids=["beside the statistics", "in buckets"])
-def test_a_parameter_that_is_frozen_within_an_update_stays_where_it_is(bucketed: bool) -> None:
+@pytest.mark.parametrize("way", ["beside the statistics", "in buckets", "on a mesh"])
+def test_a_parameter_that_is_frozen_within_an_update_stays_where_it_is(way: str) -> None:
     """The gradients of the micro-batches before do not cross the ranks, which would each step along their own."""
-    first, second = run_ranks(freeze_within, bucketed)
+    first, second = run_ranks(freeze_within, way)
     assert first == second
     (before, *after), (other, *others) = first["b"], first["a"]
     assert after == [before, before]
