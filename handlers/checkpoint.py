@@ -26,7 +26,8 @@ from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.run_state import check_contents, names_in, restore_model
 from ignite_train.checkpoint.saved_run import SavedRun, checked_names, checked_objects
 from ignite_train.checkpoint.writer import GIVE_UP_AFTER, CheckpointWriter
-from ignite_train.engine.dispatch import Stateful, append_handler
+from ignite_train.engine.attachable import Stateful
+from ignite_train.engine.dispatch import append_handler
 from ignite_train.errors import CheckpointError
 from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.kinds_of_handlers import Handler

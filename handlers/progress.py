@@ -20,7 +20,8 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ignite_train.arguments import describe, one_of
-from ignite_train.engine.dispatch import Attachable, scores_of, stateful_handlers
+from ignite_train.engine.attachable import Attachable, scores_of
+from ignite_train.engine.dispatch import stateful_handlers
 from ignite_train.engine.loop import Loop
 from ignite_train.events import Event
 from ignite_train.kinds_of_handlers import EVERY_50, Handler

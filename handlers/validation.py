@@ -5,21 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from types import MethodType
 from typing import Any, Literal
 
 from ignite.engine import Engine, Events, RemovableEventHandle
 from ignite.metrics import Metric
 
 from ignite_train.arguments import COUNT, MAPPING, NUMBER, TEXT, check_fields, optional, whole_number
-from ignite_train.engine.dispatch import (
-    append_handler,
-    attached,
-    is_of_library,
-    scores_of,
-    stateful_handlers,
-    without_handlers,
-)
+from ignite_train.engine.attachable import owner_of, scores_of
+from ignite_train.engine.dispatch import append_handler, attached, is_of_library, stateful_handlers, without_handlers
 from ignite_train.engine.limits import checked_loader, is_read_once, refuse_used_iterator
 from ignite_train.evaluation.evaluator import Evaluator, kept_state
 from ignite_train.events import Event
@@ -216,7 +209,7 @@ class Validation(Handler):
             comes_before, prepares = (number > 0 for number in collectives.largest(comes_before, prepares))
             if comes_before:
                 return
-            with without_handlers(evaluator, lambda _, handler: prepares and isinstance(_owner(handler), Metric)):
+            with without_handlers(evaluator, lambda _, handler: prepares and isinstance(owner_of(handler), Metric)):
                 names = (self.score, *(name for name, _ in self._scores_of_others(trainer)))
                 self._try_out(() if prepares else dict.fromkeys(names), is_whole=not left_out)
 
@@ -236,7 +229,7 @@ class Validation(Handler):
 
     def _is_left_out(self, event: Any, handler: Any) -> bool:
         """Whether the rehearsal must not reach a handler, which may keep what it is shown, such as the best weights."""
-        owner = _owner(handler)
+        owner = owner_of(handler)
         is_metric = isinstance(owner, Metric) and event != Events.COMPLETED
         return not (owner is self or is_metric or is_of_library(handler))
 
@@ -286,7 +279,3 @@ class Validation(Handler):
         self.best, self.best_update = state_dict["best"], state_dict["best_update"]
         self._latest_update = state_dict["latest_update"]
         set_generator_states(generators_within(self.loader), generators)
-
-
-def _owner(handler: Any) -> Any:
-    return handler.__self__ if isinstance(handler, MethodType) else handler

@@ -21,7 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ignite_train.arguments import ANYTHING, COUNT, check_fields, describe, named_ranks, positive_int
 from ignite_train.data.grouping import MicroBatchGrouping
 from ignite_train.data.run_data import RunData, known_size
-from ignite_train.engine.dispatch import Attachable, Stateful, add_counters
+from ignite_train.engine.attachable import Attachable, Stateful
+from ignite_train.engine.dispatch import add_counters
 from ignite_train.engine.ignite_state import from_ignite_state, is_ignite_state
 from ignite_train.engine.introduction import introduction
 from ignite_train.engine.limits import checked_limits, checked_loader

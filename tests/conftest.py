@@ -15,7 +15,7 @@ import cuts
 from bits import bit_by_bit
 from devices import devices
 from ignite_train import create_trainer
-from ignite_train.engine.dispatch import Attachable
+from ignite_train.engine.attachable import Attachable
 from setups import Batch, Setup, summed_loss
 from update_options import with_options
 

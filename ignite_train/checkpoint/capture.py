@@ -37,7 +37,8 @@ from ignite_train.checkpoint.run_objects import PublishedMetrics, RunObjects
 from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.tensor_files import Piece, local_box
 from ignite_train.checkpoint.tree import TreeEncoder, is_composed, path_name, tensors_in
-from ignite_train.engine.dispatch import Attachable, Stateful, attachables, attached, numbered_name
+from ignite_train.engine.attachable import Attachable, Stateful, numbered_name
+from ignite_train.engine.dispatch import attachables, attached
 from ignite_train.errors import CheckpointError
 from ignite_train.internals.of_torch import parts_of_schedule, version_of
 from ignite_train.model.memory_layout import local_part

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.checkpoint.tree import dtype_name
-from ignite_train.engine.dispatch import Attachable, Stateful
+from ignite_train.engine.attachable import Attachable, Stateful
 from ignite_train.internals.of_torch import MILESTONES, PARTS, buffers_of, parts_of_schedule
 from ignite_train.model.averaged_tensors import plain_name
 from ignite_train.model.in_full import in_full

@@ -27,7 +27,7 @@ from ignite_train.checkpoint.run_objects import (
 )
 from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.tree import ComposedTensor, KeyPath, TensorForm, class_name, decode, is_composed, tensors_in
-from ignite_train.engine.dispatch import Stateful
+from ignite_train.engine.attachable import Stateful
 from ignite_train.errors import CheckpointError
 from ignite_train.evaluation.load_metric import load_metric
 from ignite_train.internals.of_torch import LATEST_RATES, parts_of_schedule, pytree

@@ -25,7 +25,8 @@ from ignite_train.checkpoint.run_objects import (
     has_own_form,
     plain_options,
 )
-from ignite_train.engine.dispatch import Attachable, Stateful, stateful_handlers
+from ignite_train.engine.attachable import Attachable, Stateful
+from ignite_train.engine.dispatch import stateful_handlers
 from ignite_train.errors import CheckpointError
 from ignite_train.model.optimizers import inner_optimizers
 from ignite_train.trainer import Trainer

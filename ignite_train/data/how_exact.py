@@ -16,7 +16,7 @@ from torch.utils.data import (
 
 from ignite_train.data.description import DRAWS_NOTHING, Pipeline, Seekable, length_of
 from ignite_train.data.samplers import HasEpoch, samplers_of
-from ignite_train.engine.dispatch import Stateful
+from ignite_train.engine.attachable import Stateful
 from ignite_train.ranks import collectives
 
 __all__ = ["how_exact"]

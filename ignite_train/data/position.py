@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from ignite_train.arguments import COUNT, check_fields
 from ignite_train.data.description import Pipeline, Seekable, attributes_of_samplers, changes, describe_data
 from ignite_train.data.resumable_loader import ResumableLoader
-from ignite_train.engine.dispatch import Stateful
+from ignite_train.engine.attachable import Stateful
 from ignite_train.errors import CheckpointError, TrainingError
 from ignite_train.internals.of_torch import pass_of, sampler_pass_of
 from ignite_train.model.in_full import in_full

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ignite_train.engine.dispatch import Stateful
+from ignite_train.engine.attachable import Stateful
 from ignite_train.internals.of_torch import ITERATOR, end_workers
 
 __all__ = ["unmoved"]

@@ -8,15 +8,16 @@ import logging
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any
 
 from ignite.engine import CallableEventWithFilter, Engine, EventEnum, EventsList, RemovableEventHandle
 from ignite.engine import State as IgniteState
 
-from ignite_train.arguments import did_you_mean, settings_of
+from ignite_train.arguments import did_you_mean
+from ignite_train.engine.attachable import Attachable, Stateful, list_stateful, owner_of
 from ignite_train.engine.sections import Sections, unmeasured
 from ignite_train.events import Event, EveryNth
 from ignite_train.internals.of_ignite import (
@@ -32,10 +33,8 @@ from ignite_train.model.in_full import in_full
 from ignite_train.other_words import answers
 
 __all__ = [
-    "Attachable",
     "Dispatcher",
     "Stage",
-    "Stateful",
     "add_counters",
     "append_handler",
     "attachables",
@@ -43,9 +42,7 @@ __all__ = [
     "call",
     "entries",
     "is_of_library",
-    "numbered_name",
     "occasions",
-    "scores_of",
     "stateful_handlers",
     "without_handlers",
 ]
@@ -60,62 +57,6 @@ class Stage(IntEnum):
     EVALUATE = 1
     REACT = 2
     SAVE = 3
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object with a state to save."""
-
-    def state_dict(self) -> Any:
-        """The state, in plain types and tensors."""
-
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Takes it over."""
-
-
-class Attachable:
-    """A handler that only its own `attach` may put on events; see `Handler`.
-
-    Attributes:
-        unattached: the classes of all handlers that were made and not attached, by the number of the handler.
-        is_attaching: whether its `attach` is running.
-        is_collective: whether it waits for other ranks, so that all of them must attach one; compared when a run starts.
-        same_on_all_ranks: whether its state is the same on all ranks, or sharded over them, so that a checkpoint holds it once.
-        saved_as: the name of its state in checkpoints, where that is not the name of its class. A class that is renamed keeps
-            its earlier name here, so that checkpoints written before can be resumed from. Of several handlers of one class the
-            second is saved as `Name-2` and so on, in the order in which they are attached; set it on each of them, before they
-            are attached, if that order may change.
-    """
-
-    unattached: ClassVar[dict[int, str]] = {}
-    is_attaching = False
-    is_collective = False
-    same_on_all_ranks = False
-    saved_as: str | None = None
-
-    def settings(self) -> dict[str, Any]:
-        """The arguments that it was made with, in plain types: a resumed run says which differ from those in the checkpoint."""
-        return settings_of(self)
-
-    def paths_that_may_differ(self) -> Iterable[tuple[str, ...]]:
-        """Keys in the state of what may differ between ranks although a checkpoint holds it once, from rank 0."""
-        return ()
-
-    def scores(self) -> Iterable[tuple[Engine, str | None, str | None]]:
-        """The evaluators at which it looks, each with the metric that it needs there and its mode, if it needs one."""
-        return ()
-
-    def runs(self) -> Iterable[Engine]:
-        """The evaluators that it runs."""
-        return ()
-
-    def improves(self, evaluator: Engine) -> bool:  # noqa: ARG002  # for subclasses
-        """Whether what `evaluator` has just found is better than all before."""
-        return False
-
-    def rows_at_end(self) -> Iterable[tuple[str, str]]:
-        """Rows of the table at the end of a run: the name of each, `"time"`, `"best"`, `"files"` or `"hint"`, and its text."""
-        return ()
 
 
 class Dispatcher(OpenEngine):
@@ -168,7 +109,7 @@ class Dispatcher(OpenEngine):
                 )
             raise
         self._stages.move(event_name, self._handlers[event_name])
-        _list_stateful(self._stateful, handler)
+        list_stateful(self._stateful, handler)
         self._note_handlers()
         self._handlers_changed()
         return handle
@@ -178,9 +119,9 @@ class Dispatcher(OpenEngine):
         super().remove_event_handler(handler, event_name)
         self._note_handlers()
         self._handlers_changed()
-        owner = _owner(handler)
+        owner = owner_of(handler)
         listed = {name: entry for name, entry in self._stateful.items() if entry is not owner}
-        if len(listed) < len(self._stateful) and all(_owner(other) is not owner for _, other, _ in attached(self)):
+        if len(listed) < len(self._stateful) and all(owner_of(other) is not owner for _, other, _ in attached(self)):
             self._stateful = listed
 
     def prepend_event_handler(self, event: Event, handler: Callable[..., Any]) -> RemovableEventHandle:
@@ -366,18 +307,13 @@ def attached(engine: Engine) -> list[tuple[Any, Any, tuple[Any, ...]]]:
 
 def attachables(*engines: Engine) -> list[Attachable]:
     """The handlers of the class `Attachable` that are attached to engines, themselves or by a method of theirs, each once."""
-    owners = (_owner(handler) for engine in engines for _, handler, _ in attached(engine))
+    owners = (owner_of(handler) for engine in engines for _, handler, _ in attached(engine))
     return [*{id(owner): owner for owner in owners if isinstance(owner, Attachable)}.values()]
 
 
 def append_handler(engine: Engine, event: Any, handler: Callable[..., Any]) -> RemovableEventHandle:
     """Adds a handler behind the others of `event`: on a stock engine of Ignite behind those that are there."""
     return (engine.append_event_handler if isinstance(engine, Dispatcher) else engine.add_event_handler)(event, handler)
-
-
-def scores_of(handlers: Iterable[object]) -> list[tuple[Engine, str | None, str | None]]:
-    """The `Attachable.scores` of those handlers that have some."""
-    return [score for one in handlers if isinstance(one, Attachable) for score in one.scores()]
 
 
 def occasions(engine: Engine) -> Iterator[tuple[Any, str, str]]:
@@ -401,8 +337,7 @@ def _filter_in_words(handler: Any) -> str:
 
 def is_of_library(handler: Any) -> bool:
     """Whether a handler is one of ours, and no function or class of the script's or of another library."""
-    owner = handler.__self__ if isinstance(handler, types.MethodType) else handler
-    return str(owner.__module__).startswith("ignite_train.")
+    return str(owner_of(handler).__module__).startswith("ignite_train.")
 
 
 @contextmanager
@@ -444,33 +379,8 @@ def stateful_handlers(engine: Engine) -> dict[str, Stateful]:
         return engine._stateful
     found: dict[str, Stateful] = {}
     for _, handler, _ in attached(engine):
-        _list_stateful(found, handler)
+        list_stateful(found, handler)
     return found
-
-
-def _list_stateful(listed: dict[str, Stateful], handler: Any) -> None:
-    """Adds `handler`, or the object whose method it is, if it has a state and is not in the list yet."""
-    owner = _owner(handler)
-    if not isinstance(owner, Stateful) or isinstance(owner, (Engine, type)):
-        return
-    if any(owner is other for other in listed.values()):
-        return
-    listed[numbered_name(owner, listed)] = owner
-
-
-def numbered_name(owner: object, taken: Container[str]) -> str:
-    """The name of a handler in a checkpoint: its class or `saved_as`, with a number where that name is taken."""
-    name, number = (isinstance(owner, Attachable) and owner.saved_as) or type(owner).__name__, 1
-    while (key := name if number == 1 else f"{name}-{number}") in taken:
-        number += 1
-    return key
-
-
-def _owner(handler: Any) -> Any:
-    """The handler, or the object whose method it is, also where some of its arguments are given by `functools.partial`."""
-    while isinstance(handler, functools.partial):
-        handler = handler.func
-    return handler.__self__ if isinstance(handler, types.MethodType) else handler
 
 
 def _refuse_unattached(handler: Any) -> None:

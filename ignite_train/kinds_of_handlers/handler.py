@@ -15,7 +15,8 @@ from typing import Any
 from ignite.engine import CallableEventWithFilter, Engine, Events, EventsList, RemovableEventHandle
 
 from ignite_train.arguments import describe
-from ignite_train.engine.dispatch import Attachable, attached
+from ignite_train.engine.attachable import Attachable, owner_of
+from ignite_train.engine.dispatch import attached
 from ignite_train.events import Event
 from ignite_train.other_words import answers_other_words
 from ignite_train.ranks import collectives
@@ -120,8 +121,7 @@ def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_attached(handler: Handler, trainer: Trainer) -> bool:
     # A method of it at an event may be there by the script's own hand.
-    enters = (one.__self__ if isinstance(one, MethodType) else one for one in trainer.on_enter)
-    return any(one is handler for one in (*enters, *(called for _, called, _ in attached(trainer))))
+    return any(one is handler for one in (*map(owner_of, trainer.on_enter), *(called for _, called, _ in attached(trainer))))
 
 
 def _check_trainer(name: str, trainer: Any) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
-from types import MethodType
 from typing import Any
 
 from torch import nn
 
 from ignite_train.data.description import dealt_order
-from ignite_train.engine.dispatch import Attachable, attached, is_of_library, occasions
+from ignite_train.engine.attachable import Attachable, owner_of
+from ignite_train.engine.dispatch import attached, is_of_library, occasions
 from ignite_train.evaluation.uneven_metrics import published_metric, waits_for_ranks
 from ignite_train.ranks.unlike_ranks import Description, described_model
 from ignite_train.ranks.wrapping import own_buffers, own_parameters
@@ -82,11 +82,11 @@ def _described_handlers(trainer: Trainer) -> dict[str, str]:
     owners: dict[int, Any] = {}
     found: dict[str, list[str]] = {}
     for function, event, event_filter in [*occasions(trainer), *((function, "", "") for function in trainer.on_enter)]:
-        for owner in (function, function.__self__ if isinstance(function, MethodType) else None):
-            if isinstance(owner, Attachable) and owner.is_collective:
-                owners[id(owner)] = owner
-                if event:
-                    found.setdefault(f"the handler {type(owner).__name__} at {event}", []).append(event_filter)
+        owner = owner_of(function)
+        if isinstance(owner, Attachable) and owner.is_collective:
+            owners[id(owner)] = owner
+            if event:
+                found.setdefault(f"the handler {type(owner).__name__} at {event}", []).append(event_filter)
     for owner in owners.values():
         settings = owner.settings() if is_of_library(owner) else {}
         for name in sorted(settings.keys() & _BY_WHICH_RANKS_MEET):
@@ -101,7 +101,7 @@ def _orders(trainer: Trainer) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {"what travels with each update": [type(one).__name__ for one in trainer.piggybacks]}
     for (_, function, args), (_, event, _) in zip(attached(trainer), occasions(trainer), strict=True):
         place = f"what waits for other ranks at {event}"
-        owner = function.__self__ if isinstance(function, MethodType) else function
+        owner = owner_of(function)
         published = published_metric(function, args)
         if isinstance(owner, Attachable) and owner.is_collective:
             found.setdefault(place, []).append(type(owner).__name__)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ignite.engine import Events
 
-from ignite_train.engine.dispatch import Attachable, attachables, attached, is_of_library
+from ignite_train.engine.attachable import Attachable
+from ignite_train.engine.dispatch import attachables, attached, is_of_library
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
