@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 
 from ignite.engine import Engine, Events, RemovableEventHandle
@@ -19,6 +20,8 @@ from ignite_train.events import Event
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.kinds_of_handlers.handler import check_evaluator
 from ignite_train.metrics import is_better, refuse_other_mode, score_in, score_mode
+from ignite_train.model.in_full import in_full
+from ignite_train.model.modes import modes_of, set_modes
 from ignite_train.model.random_state import generators_within, get_generator_state, kept_random_state, set_generator_states
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
@@ -137,7 +140,7 @@ class Validation(Handler):
         self._read = self.loader
         with trainer.section("evaluation"):
             try:
-                metrics = self._evaluate()
+                metrics = self._evaluate(trainer)
             except Exception as error:
                 error.add_note(f"in Validation, after update {update}")
                 raise
@@ -178,9 +181,15 @@ class Validation(Handler):
         """The best score."""
         return [] if self.best is None else [("best", f"{self.score} {self.best:.6g} at update {self.best_update}")]
 
-    def _evaluate(self, **limit: int) -> Mapping[str, Any]:
-        # Ignite's own engine gives None once, and does nothing, if its latest run ended with an exception.
-        state: Any = self.evaluator.run(self.loader, **limit) or self.evaluator.run(self.loader, **limit)
+    def _evaluate(self, trainer: Trainer, **limit: int) -> Mapping[str, Any]:
+        """Runs the evaluator. The evaluators of Ignite leave the model in eval mode, where those of this library do not."""
+        modes = modes_of(trainer.model)
+        try:
+            # Ignite's own engine gives None once, and does nothing, if its latest run ended with an exception.
+            state: Any = self.evaluator.run(self.loader, **limit) or self.evaluator.run(self.loader, **limit)
+        finally:
+            evaluated = [(module, module.training) for module, _ in modes]
+            in_full(partial(set_modes, modes, since=evaluated))
         return dict(state.metrics)
 
     def _refuse_iterator(self, trainer: Trainer) -> None:
@@ -211,12 +220,12 @@ class Validation(Handler):
                 return
             with without_handlers(evaluator, lambda _, handler: prepares and isinstance(owner_of(handler), Metric)):
                 names = (self.score, *(name for name, _ in self._scores_of_others(trainer)))
-                self._try_out(() if prepares else dict.fromkeys(names), is_whole=not left_out)
+                self._try_out(trainer, () if prepares else dict.fromkeys(names), is_whole=not left_out)
 
-    def _try_out(self, scores: Iterable[str], *, is_whole: bool) -> None:
+    def _try_out(self, trainer: Trainer, scores: Iterable[str], *, is_whole: bool) -> None:
         """Evaluates some micro-batches, and looks for scores. Without all handlers some may be missing, which they publish."""
         try:
-            metrics = self._evaluate(epoch_length=self.sanity)
+            metrics = self._evaluate(trainer, epoch_length=self.sanity)
             for name in scores:
                 if name in metrics or is_whole:
                     score_in(metrics, name)

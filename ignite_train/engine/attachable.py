@@ -8,8 +8,10 @@ from collections.abc import Container, Iterable
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from ignite.engine import Engine
+from ignite.metrics import Metric
 
 from ignite_train.arguments import settings_of
+from ignite_train.internals.of_ignite import names_in_state
 
 __all__ = [
     "Attachable",
@@ -85,11 +87,16 @@ def scores_of(handlers: Iterable[object]) -> list[tuple[Engine, str | None, str 
 def list_stateful(listed: dict[str, Stateful], handler: Any) -> None:
     """Adds `handler`, or the object whose method it is, if it has a state and is not in the list yet."""
     owner = owner_of(handler)
-    if not isinstance(owner, Stateful) or isinstance(owner, (Engine, type)):
+    if not isinstance(owner, Stateful) or isinstance(owner, (Engine, type)) or _is_empty(owner):
         return
     if any(owner is other for other in listed.values()):
         return
     listed[numbered_name(owner, listed)] = owner
+
+
+def _is_empty(owner: Stateful) -> bool:
+    """Whether it is a metric of Ignite without a state, as `GpuInfo` is, which would wait for all ranks to give none."""
+    return isinstance(owner, Metric) and type(owner).state_dict is Metric.state_dict and not names_in_state(owner)
 
 
 def numbered_name(owner: object, taken: Container[str]) -> str:

@@ -29,7 +29,7 @@ from ignite_train.device.to_device import ToDevice
 from ignite_train.engine.limits import checked_loader, without_full_batch
 from ignite_train.engine.loop import Batches, Loop
 from ignite_train.evaluation.scored_weights import ScoredWeights
-from ignite_train.evaluation.uneven_metrics import metrics_published_at, uneven_metrics
+from ignite_train.evaluation.uneven_metrics import metrics_published_at, uneven_metrics, waiting_metrics_at
 from ignite_train.forward import TERM, Forward, ForwardOutput, as_forward_output, bind_forward
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.in_full import in_full, put_entries_back
@@ -207,7 +207,7 @@ class Evaluator(Loop):
 
     def _refuse_running_metrics(self, data: Iterable[Any]) -> None:
         """Refuses metrics that the ranks reduce after each micro-batch where they may have different numbers of them."""
-        running = metrics_published_at(self, Events.ITERATION_COMPLETED)
+        running = waiting_metrics_at(self, Events.ITERATION_COMPLETED)
         if not running or collectives.world_size() == 1 or self._uneven in ("shortest", "error"):
             return
         length = self._expected_length(data)

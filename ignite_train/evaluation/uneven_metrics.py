@@ -16,7 +16,14 @@ from ignite_train.model.in_full import in_full
 from ignite_train.ranks import collectives
 from ignite_train.ranks.compute_on import compute_on
 
-__all__ = ["MetricHolder", "metrics_published_at", "published_metric", "uneven_metrics", "waits_for_ranks"]
+__all__ = [
+    "MetricHolder",
+    "metrics_published_at",
+    "published_metric",
+    "uneven_metrics",
+    "waiting_metrics_at",
+    "waits_for_ranks",
+]
 
 
 class MetricHolder:
@@ -65,6 +72,11 @@ def metrics_published_at(engine: Engine, event: Any) -> dict[str, Metric]:
     return dict(one for one in published if one is not None)
 
 
+def waiting_metrics_at(engine: Engine, event: Any) -> dict[str, Metric]:
+    """Those of `metrics_published_at` that wait for other ranks. The others may be attached on one rank alone."""
+    return {name: metric for name, metric in metrics_published_at(engine, event).items() if waits_for_ranks(metric)}
+
+
 @contextmanager
 def uneven_metrics(engine: Engine, *, has_data: bool) -> Iterator[bool]:
     """Within it, the metrics that `engine` publishes at EPOCH_COMPLETED are those of the samples of all ranks. Collective.
@@ -80,14 +92,15 @@ def uneven_metrics(engine: Engine, *, has_data: bool) -> Iterator[bool]:
         has_data: whether the metrics have seen a micro-batch on this rank.
 
     Yields:
-        Whether metrics can be computed: some rank has shown them a micro-batch, or `engine` publishes no metric.
+        Whether metrics can be computed: some rank has shown them a micro-batch (this one, if none of them waits for others), or
+            `engine` publishes no metric.
 
     Raises:
         ValueError: the ranks attached different metrics, or a metric could not be computed on one; the same on all ranks.
     """
-    metrics = metrics_published_at(engine, Events.EPOCH_COMPLETED)
+    metrics = waiting_metrics_at(engine, Events.EPOCH_COMPLETED)
     if collectives.world_size() == 1 or not metrics:
-        yield has_data or not metrics
+        yield has_data or not metrics_published_at(engine, Events.EPOCH_COMPLETED)
         return
     everyones = collectives.gather_objects((has_data, [(name, type(metric).__name__) for name, metric in metrics.items()]))
     if any(theirs != everyones[0][1] for _, theirs in everyones):

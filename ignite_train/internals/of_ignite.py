@@ -28,6 +28,7 @@ __all__ = [
     "computation_model_now",
     "device_of_metric",
     "handlers_by_event",
+    "names_in_state",
     "prepare_as_ignite",
     "registered_events",
 ]
@@ -41,6 +42,8 @@ handlers_by_event: Callable[[Engine], dict[Any, list[Entry]]] = attrgetter("_eve
 registered_events: Callable[[Engine], Sequence[Any]] = attrgetter("_allowed_events")
 # Gives a state an attribute for each counter of its `event_to_attr`, as an engine does when it is made.
 add_event_attributes: Callable[[State], None] = methodcaller("_update_attrs")
+# The attributes of a metric that are its state, which it gathers from all ranks when it is asked for it.
+names_in_state: Callable[[Metric], Sequence[str]] = attrgetter("_state_dict_all_req_keys")
 # The attribute of a handler with a filter that is a weak reference to the handler without: by it Ignite finds what to remove.
 PARENT = "_parent"
 # The code of a filter `every=n`, whose one nonlocal is `every`: what tells it from a filter of the user's.

@@ -12,7 +12,7 @@ from ignite.metrics import Metric
 from ignite_train.arguments import MAPPING, SEQUENCE, check_fields, describe
 from ignite_train.engine.dispatch import stateful_handlers
 from ignite_train.evaluation.load_metric import load_metric
-from ignite_train.evaluation.uneven_metrics import MetricHolder, metrics_published_at, uneven_metrics
+from ignite_train.evaluation.uneven_metrics import MetricHolder, uneven_metrics, waiting_metrics_at
 from ignite_train.events import TrainEvents
 from ignite_train.metrics import is_published_metric
 from ignite_train.ranks import collectives
@@ -112,7 +112,7 @@ class _MetricOfTraining(MetricHolder):
         Raises:
             ValueError: the metric is one that is, and they have.
         """
-        if collectives.world_size() == 1 or not metrics_published_at(self._engine, Events.ITERATION_COMPLETED):
+        if collectives.world_size() == 1 or not waiting_metrics_at(self._engine, Events.ITERATION_COMPLETED):
             return
         numbers = [int(number) for number in collectives.everyones(micro_batches)]
         if len(set(numbers)) > 1:

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from ignite.engine import Events
+from ignite.engine import Events, create_supervised_evaluator
+from ignite.metrics import MeanSquaredError
 from torch import Tensor, nn
 from torch.optim import SGD
 
 from control_c import at_each_place, unlike
-from ignite_train import ForwardOutput, Trainer, check_forward, create_evaluator, create_trainer
+from ignite_train import ForwardOutput, Trainer, UpdateOptions, check_forward, create_evaluator, create_trainer
 from ignite_train.evaluation import evaluator as evaluators
 from ignite_train.handlers import ModelEMA, Validation
 from ignite_train.model import modes
@@ -302,3 +303,23 @@ def test_check_forward_calls_train_too() -> None:
     assert model[0].is_merged
     assert not model[0].training
     assert all(torch.equal(now, then) for now, then in zip(model.parameters(), weights, strict=True))
+
+
+@pytest.mark.parametrize("train_mode", [True, False])
+def test_the_evaluator_of_ignite_leaves_a_run_in_its_modes(caplog: pytest.LogCaptureFixture, *, train_mode: bool) -> None:
+    """It leaves the model in eval mode, from which a trainer of Ignite takes all of it, a frozen BatchNorm too."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
+    model[1].eval()
+    seen: list[list[bool]] = []
+
+    def forward(model: nn.Module, batch: Any) -> ForwardOutput:
+        seen.append([module.training for module in model.modules()])
+        return ForwardOutput((model(batch[0]) - batch[1]).square().sum(), len(batch[0]))
+
+    options = UpdateOptions(train_mode=train_mode)
+    trainer = create_trainer(model, SGD(model.parameters(), lr=0.01), forward, options=options)
+    evaluator = create_supervised_evaluator(model, {"mse": MeanSquaredError()})
+    Validation(evaluator, DATA, score="mse").attach(trainer)
+    trainer.run(DATA, max_epochs=2)
+    assert seen == [[True, True, False, True, True]] * len(seen) != []
+    assert "eval mode" not in caplog.text

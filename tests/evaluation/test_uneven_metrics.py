@@ -16,12 +16,13 @@ import pytest
 import torch
 from ignite.engine import Events
 from ignite.exceptions import NotComputableError
-from ignite.metrics import Accuracy, EpochMetric, EpochWise, Metric, Precision, RunningAverage
+from ignite.metrics import Accuracy, BatchWise, EpochMetric, EpochWise, Metric, Precision, RunningAverage
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
-from ignite_train import Evaluator, ForwardOutput, attach_metric, create_evaluator, create_trainer
+from ignite_train import Evaluator, ForwardOutput, UpdateOptions, attach_metric, create_evaluator, create_trainer
 from ignite_train.evaluation.uneven_metrics import metrics_published_at
+from ignite_train.handlers import Checkpoint
 from ranks import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs/differences-from-ignite.md"
@@ -456,3 +457,49 @@ def test_running_metrics_need_ranks_in_step() -> None:
             "metric 'running' is reduced over ranks after each micro-batch and would hang where they have"
         )
         assert "got [1, 0] in this update" in message
+
+
+class Counted(Metric):
+    """A metric of a script's own that reduces nothing and has no state to save, as `GpuInfo`."""
+
+    def reset(self) -> None:
+        self.number = 0
+
+    def update(self, output: Any) -> None:  # noqa: ARG002  # Ignite's
+        self.number += 1
+
+    def compute(self) -> int:
+        return self.number
+
+
+def counted_on_rank_0(with_others: bool) -> dict[str, float]:
+    """Evaluations of one and of two micro-batches with such a metric on rank 0, once an epoch and after each micro-batch."""
+    evaluator, rank = make_evaluator(), idist.get_rank()
+    if with_others:
+        Accuracy().attach(evaluator, "accuracy")
+    if rank == 0:
+        Counted().attach(evaluator, "once")
+        Counted().attach(evaluator, "each", BatchWise())
+    return dict(evaluator.run(batches([3, 2][: 1 + rank], 1)).metrics)
+
+
+def counted_on_trainer(directory: Path) -> int:
+    """The updates of a trainer with such a metric on rank 0, which a checkpoint asks nothing of."""
+    model = nn.Linear(3, 3)
+    options = UpdateOptions(reduction="explicit")
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward, options=options)
+    if idist.get_rank() == 0:
+        Counted().attach(trainer, "updates")
+    Checkpoint(directory, every=1).attach(trainer)
+    state = trainer.run(batches([3, 2], 1), max_epochs=1)
+    return int(state.metrics.get("updates", 0))
+
+
+def test_a_metric_that_waits_for_nobody_may_be_on_one_rank_alone(tmp_path: Path) -> None:
+    """Nor need the ranks have as many micro-batches for it."""
+    for with_others in (False, True):
+        first, second = run_ranks(counted_on_rank_0, with_others)
+        assert (first["once"], first["each"]) == (1, 1)
+        assert {"once", "each"}.isdisjoint(second)
+        assert first.keys() - {"once", "each"} == second.keys()
+    assert run_ranks(counted_on_trainer, tmp_path) == [2, 0]

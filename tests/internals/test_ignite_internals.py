@@ -14,7 +14,7 @@ import ignite.distributed
 import pytest
 import torch
 from ignite.engine import CallableEventWithFilter, Engine, Events, State
-from ignite.metrics import Accuracy
+from ignite.metrics import Accuracy, Metric
 
 from ignite_train.internals.of_ignite import (
     EVERY_NTH,
@@ -26,6 +26,7 @@ from ignite_train.internals.of_ignite import (
     computation_model_now,
     device_of_metric,
     handlers_by_event,
+    names_in_state,
     prepare_as_ignite,
     registered_events,
 )
@@ -156,6 +157,20 @@ def metric_device() -> bool:
     return device_of_metric(metric) == vars(metric)["_num_correct"].device == torch.device("meta")
 
 
+class Stateless(Metric):
+    """As `GpuInfo`."""
+
+    def reset(self) -> None: ...
+    def update(self, output: Any) -> None: ...
+    def compute(self) -> None: ...
+
+
+def metric_state() -> bool:
+    """`Metric._state_dict_all_req_keys` names the attributes that are its state; of a plain `Metric` there are none."""
+    names = names_in_state(Accuracy())
+    return vars(Accuracy()).keys() >= {*names} != set() and [*names_in_state(Stateless())] == []
+
+
 # Each private name, and what must be true of it.
 PARTS: dict[str, tuple[Callable[[], bool], ...]] = {
     "_event_handlers": (event_handlers, one_dict_of_handlers, new_list_where_one_is_removed),
@@ -169,6 +184,7 @@ PARTS: dict[str, tuple[Callable[[], bool], ...]] = {
     "_need_to_sync": (answering_model,),
     "_prepare_batch": (prepare_batch,),
     "_device": (metric_device,),
+    "_state_dict_all_req_keys": (metric_state,),
 }
 
 
