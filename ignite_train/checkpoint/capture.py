@@ -36,11 +36,12 @@ from ignite_train.checkpoint.manifest import compact_json, frozen_name
 from ignite_train.checkpoint.run_objects import PublishedMetrics, RunObjects
 from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.tensor_files import Piece, local_box
-from ignite_train.checkpoint.tree import TreeEncoder, is_composed, path_name, tensors_in
+from ignite_train.checkpoint.tree import TreeEncoder, path_name, tensors_in
 from ignite_train.engine.attachable import Attachable, Stateful, numbered_name
 from ignite_train.engine.dispatch import attachables, attached
 from ignite_train.errors import CheckpointError
 from ignite_train.internals.of_torch import parts_of_schedule, version_of
+from ignite_train.model.composed_tensor import is_composed
 from ignite_train.model.memory_layout import local_part
 from ignite_train.model.objects_used import variables_around
 from ignite_train.model.random_state import capture_random_state, restore_random_state

@@ -25,8 +25,9 @@ from ignite_train.checkpoint.manifest import (
     reading_error,
 )
 from ignite_train.checkpoint.tensor_files import Box, Entry, TensorFile, assemble, check_cover, local_box
-from ignite_train.checkpoint.tree import DTYPES, MAX_NODES, Composed, ComposedTensor, KeyPath, TensorForm, decode, path_name
+from ignite_train.checkpoint.tree import DTYPES, MAX_NODES, Composed, KeyPath, TensorForm, decode, path_name
 from ignite_train.errors import CheckpointError, UnreadableCheckpointError
+from ignite_train.model.composed_tensor import ComposedTensor
 
 __all__ = ["CheckpointReader", "Like", "composed_form"]
 

@@ -26,11 +26,12 @@ from ignite_train.checkpoint.run_objects import (
     SavedOptimizer,
 )
 from ignite_train.checkpoint.saved_run import SavedRun
-from ignite_train.checkpoint.tree import ComposedTensor, KeyPath, TensorForm, class_name, decode, is_composed, tensors_in
+from ignite_train.checkpoint.tree import KeyPath, TensorForm, class_name, decode, tensors_in
 from ignite_train.engine.attachable import Stateful
 from ignite_train.errors import CheckpointError
 from ignite_train.evaluation.load_metric import load_metric
 from ignite_train.internals.of_torch import LATEST_RATES, parts_of_schedule, pytree
+from ignite_train.model.composed_tensor import ComposedTensor, is_composed
 from ignite_train.model.load_schedule import load_schedule
 from ignite_train.model.memory_layout import own_memory
 from ignite_train.model.optimizers import each_optimizer

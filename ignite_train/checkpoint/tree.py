@@ -6,16 +6,17 @@ import base64
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ignite_train.arguments import describe
 from ignite_train.errors import CheckpointError
 from ignite_train.internals.of_torch import storage_number
+from ignite_train.model.composed_tensor import is_composed
 from ignite_train.model.memory_layout import local_part
 
 __all__ = [
@@ -23,7 +24,6 @@ __all__ = [
     "MAX_DEPTH",
     "MAX_NODES",
     "Composed",
-    "ComposedTensor",
     "KeyPath",
     "TensorForm",
     "TreeEncoder",
@@ -31,7 +31,6 @@ __all__ = [
     "decode",
     "dtype_name",
     "form_of",
-    "is_composed",
     "path_name",
     "tensors_in",
 ]
@@ -48,30 +47,10 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """The dtypes that a stored tensor may have, by name."""
 _STORABLE = {*DTYPES.values()}
-_NOT_COMPOSED = {Tensor, nn.Parameter, DTensor}
 _PLAIN = {type(None), bool, int, str}  # their values stand for themselves
 _SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", torch.Size: "tuple"}  # and not their subclasses
 KeyPath = tuple[Any, ...]
 """Where a value is: the keys and indices that lead to it, the first of which names the object."""
-
-
-@runtime_checkable
-class ComposedTensor(Protocol):
-    """A tensor that is made of others."""
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """The names of the attributes that are tensors, and what else makes it up."""
-
-    @classmethod
-    def __tensor_unflatten__(cls, parts: Mapping[str, Tensor], context: Any, size: Any, stride: Any) -> Tensor:
-        """The tensor of these parts."""
-
-
-def is_composed(value: Any) -> bool:
-    """Whether a value is such a tensor. A sharded one does not count: each rank has its part of it."""
-    if type(value) in _NOT_COMPOSED:  # most are; to ask for a protocol takes longer than to copy a small tensor
-        return False
-    return isinstance(value, Tensor) and isinstance(value, ComposedTensor) and not isinstance(value, DTensor)
 
 
 def class_name(kind: type) -> str:

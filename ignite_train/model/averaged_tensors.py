@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ignite_train.internals.of_torch import WRAPPED, RunningNorm, foreach_lerp_
+from ignite_train.model.composed_tensor import is_composed
 from ignite_train.model.reshard import reshard
 
 __all__ = ["averaged_statistics", "averaged_tensors", "local_tensors", "move_towards", "names_of_tensors", "plain_name"]
@@ -23,8 +24,12 @@ def averaged_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Averages are of these, by name: parameters, as shards where they are sharded, and statistics of normalisation layers."""
     reshard(model)  # an evaluation by another engine may have left whole parameters in their place
     parameters = {plain_name(name): value for name, value in model.named_parameters()}
-    averaged = {name: value for name, value in parameters.items() if value.is_floating_point() or value.is_complex()}
-    return averaged | averaged_statistics(model)
+    return {name: value for name, value in parameters.items() if _has_average(value)} | averaged_statistics(model)
+
+
+def _has_average(value: Tensor) -> bool:
+    """Whether it is of numbers that can be averaged. Quantised weights that are frozen are not, and stay what they are."""
+    return (value.is_floating_point() or value.is_complex()) and (value.requires_grad or not is_composed(value))
 
 
 def averaged_statistics(model: nn.Module) -> dict[str, Tensor]:

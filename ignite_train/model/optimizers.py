@@ -230,8 +230,8 @@ def _check_optimizer(label: str, optimizer: Optimizer, names: Mapping[int, str])
             )
         if group.get("lr") is None:
             raise ValueError(
-                f"{label} must have a learning rate in each group, got none in param_groups[{index}]; set its 'lr', to 1.0 if "
-                "the optimizer computes its rates itself"
+                f"{label} must have a learning rate in each group, got none in param_groups[{index}]; set "
+                f"optimizer.param_groups[{index}]['lr'], to 1.0 if the optimizer computes its rates itself"
             )
         rate = float(group["lr"])  # sync, once, if it lies on an accelerator
         if not math.isfinite(rate):

@@ -238,9 +238,9 @@ class _Watched:
 
     @torch.no_grad()
     def _sums(self) -> list[Tensor]:
-        """The magnitude of each parameter, or of this rank's shard of it; not read."""
+        """The magnitude of each parameter that is trained, or of this rank's shard of it; not read."""
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        return [magnitude(local_part(parameter.detach())) for parameter in parameters]
+        return [magnitude(local_part(one.detach())) for one in parameters if one.requires_grad]
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:

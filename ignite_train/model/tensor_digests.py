@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ignite_train.model.composed_tensor import plain_parts
 from ignite_train.model.memory_layout import as_bytes
 
 __all__ = ["content_digest", "tensor_digests"]
@@ -20,7 +21,11 @@ def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Digests of 64 bits of the name and content of each tensor. One transfer to the host from each device that holds some."""
     digests: dict[str, int] = {}
     for device in {tensor.device for tensor in tensors.values()}:
-        parts = {name: _column_sums(tensor.detach()) for name, tensor in tensors.items() if tensor.device == device}
+        parts = {
+            name: [one for part in plain_parts(tensor.detach()) for one in _column_sums(part)]
+            for name, tensor in tensors.items()
+            if tensor.device == device
+        }
         numbers = torch.cat([part for several in parts.values() for part in several]).cpu()  # sync
         content, start = memoryview(ctypes.string_at(numbers.data_ptr(), numbers.nbytes)), 0
         for name, several in parts.items():

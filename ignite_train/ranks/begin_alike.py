@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ignite_train.model.composed_tensor import plain_parts
 from ignite_train.model.memory_layout import has_plain_memory, local_part
 from ignite_train.ranks import collectives
 from ignite_train.ranks.root_mesh import missing_dims, names_of, root_mesh
@@ -28,7 +29,8 @@ def begin_alike(model: nn.Module) -> None:
         if isinstance(tensor, DTensor):
             _send_part(tensor)
         else:
-            collectives.broadcast(tensor)
+            for part in plain_parts(tensor):
+                collectives.broadcast(part)
 
 
 def _common_buffers(model: nn.Module) -> list[Tensor]:

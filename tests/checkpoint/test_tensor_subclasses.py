@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import ignite.distributed as idist
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,10 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
 from bits import bit_by_bit
-from ignite_train import CheckpointError, ForwardOutput, create_trainer
+from ignite_train import CheckpointError, ForwardOutput, TrainEvents, UpdateOptions, create_trainer
 from ignite_train.checkpoint import read_checkpoint, verify
-from ignite_train.handlers import Checkpoint
+from ignite_train.handlers import Checkpoint, ModelEMA, StateMismatchError
+from ranks import run_ranks
 from test_other_state import reseal, stored_in
 
 X = torch.linspace(-1, 1, 96).reshape(12, 8).cos()
@@ -149,3 +151,50 @@ def test_a_class_that_the_run_does_not_have_is_refused(name: str, tmp_path: Path
         reseal(path, stored_in(path), index=forged)
     with pytest.raises(CheckpointError, match=rf"table is {re.escape(name)}, float32 of .* and this run has .*Coded"):
         train(tmp_path, 6)
+
+
+class Based(nn.Module):
+    """A frozen base of quantised weights, and a layer that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(Coded.coded(torch.randn(8)), requires_grad=False)
+        self.layer = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x * self.base.plain())
+
+
+def on_ranks(flipped: bool) -> tuple[bytes, str]:
+    """What a rank has in the end, and why its run has ended; one rank may change a code of the frozen base."""
+    rank = idist.get_rank()
+    torch.manual_seed(rank)
+    model = Based()
+    trainer = create_trainer(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        lambda model, x: ForwardOutput((model(x) - 1).square().sum(), len(x)),
+        options=UpdateOptions(reduction="explicit"),
+        protect={"state_consistency": {"every": 1}},
+    )
+    ema = ModelEMA(0.5)
+    ema.attach(trainer)
+    if flipped and rank == 1:
+        trainer.add_event_handler(TrainEvents.STEP_COMPLETED(once=2), lambda: model.base.codes.bitwise_xor_(1))
+    why = ""
+    try:
+        trainer.run(LOADER, max_epochs=1)
+    except StateMismatchError as error:
+        why = str(error)
+    with ema.swapped_in():
+        averaged = bit_by_bit(model.layer.state_dict())
+    return bit_by_bit([model.layer.state_dict(), model.base.codes, model.base.scale, averaged]), why
+
+
+def test_ranks_begin_alike_with_a_quantised_base_and_watch_it() -> None:
+    """All of it stands in the optimizer, as `model.parameters()`, beside adapters."""
+    first, second = run_ranks(on_ranks, False)
+    assert first == second
+    assert first[1] == ""
+    for _, why in run_ranks(on_ranks, True):
+        assert "the ranks differ in parameter base" in why
