@@ -282,10 +282,13 @@ def create_supervised_trainer(
     """Makes a trainer for batches `(x, y)`, with the signature of Ignite's function of this name.
 
     Each micro-batch weighs as many samples as `y` is long, so that micro-batches and ranks of unequal size make the same
-    update as one large batch; Ignite's takes the mean of means. A `loss_fn` whose own mean weighs targets unequally, as
-    `CrossEntropyLoss` does with `weight=` and with targets of `ignore_index`, makes a mean of means here too. For the update of
-    one large batch pass `create_trainer` a forward that returns the sum, and the number or the weight of the targets that
-    count: `ForwardOutput(cross_entropy(model(x), y, reduction="sum"), sample_size=(y != -100).sum())`, or
+    update as one large batch; Ignite's takes the mean of means. So `y` is a tensor, or a list with a target for each sample;
+    several targets of each sample, in a list or by name, are for `create_trainer`.
+
+    A `loss_fn` whose own mean weighs targets unequally, as `CrossEntropyLoss` does with `weight=` and with targets of
+    `ignore_index`, makes a mean of means here too. For the update of one large batch pass `create_trainer` a forward that
+    returns the sum, and the number or the weight of the targets that count:
+    `ForwardOutput(cross_entropy(model(x), y, reduction="sum"), sample_size=(y != -100).sum())`, or
     `ForwardOutput(cross_entropy(model(x), y, weight, reduction="sum"), sample_size=weight[y].sum())`.
 
     Args:
@@ -346,10 +349,11 @@ def create_supervised_trainer(
 
     def forward(model: nn.Module, batch: Any) -> ForwardOutput:
         x, y = batch if is_prepared else prepare_batch(batch, device=device, non_blocking=non_blocking)
+        size = len(y) if isinstance(y, Tensor) else _num_targets(x, y)
         y_pred = model_transform(model_fn(model, x))
         if last is not None:
             last.hold(x, y, y_pred)
-        loss, size = loss_fn(y_pred, y), len(y)
+        loss = loss_fn(y_pred, y)
         return ForwardOutput(loss if is_sum else loss * size, size, outputs=(y_pred, y))
 
     trainer = create_trainer(
@@ -478,6 +482,18 @@ def _refuse_other_than_pairs(trainer: Trainer) -> Trainer:
 
     handle = trainer.add_event_handler(TrainEvents.MICRO_BATCH_STARTED, look)
     return trainer
+
+
+def _num_targets(x: Any, y: Any) -> int:
+    """How many samples have a target in `y`; refuses several targets of each sample, whose number is another one."""
+    parts = x.values() if isinstance(x, Mapping) else [x]
+    lengths = [len(part) for part in parts if isinstance(part, Tensor) and part.dim()]
+    if isinstance(y, Mapping) or (isinstance(y, (list, tuple)) and lengths and len(y) not in lengths):
+        raise TypeError(
+            f"y must be a tensor, or a list with a target for each sample, got {_kind_of_batch(y):.80}; for several targets "
+            "use create_trainer, whose forward says how many samples there are"
+        )
+    return len(y)
 
 
 def _kind_of_batch(batch: Any) -> str:

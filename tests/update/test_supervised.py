@@ -196,6 +196,41 @@ def test_prepare_batch() -> None:
     assert told[4:] == [{"device": None, "non_blocking": False}] * 4
 
 
+NOT_ONE_TARGET: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
+    "two": (lambda x, y: (x, [y, y]), "a list of 2"),
+    "two, in a tuple": (lambda x, y: (x, (y, y)), "a tuple of 2"),
+    "two, beside inputs by name": (lambda x, y: ({"x": x, "scale": torch.ones(())}, [y, y]), "a list of 2"),
+    "by name": (lambda x, y: (x, {"a": y, "b": y}), r"one with the keys \['a', 'b'\]"),
+    "by name, beside inputs by name": (lambda x, y: ({"x": x}, {"a": y, "b": y}), r"one with the keys \['a', 'b'\]"),
+}
+
+
+@pytest.mark.parametrize("sizes", [(3, 1), (2, 1)], ids=["at once", "later"])
+@pytest.mark.parametrize("prepared", [False, True], ids=["as they are", "prepared"])
+@pytest.mark.parametrize("kind", NOT_ONE_TARGET)
+def test_targets_of_another_number_than_the_samples_are_refused(kind: str, prepared: bool, sizes: tuple[int, int]) -> None:
+    """A micro-batch would be weighed by their number; that may be right by chance, and not in a later micro-batch."""
+    change, named = NOT_ONE_TARGET[kind]
+    batches = [change(x, y) for x, y in pairs(sizes)]
+    arguments: dict[str, Any] = {"prepare_batch": lambda batch, **_: batch} if prepared else {}
+    arguments["model_fn"] = lambda model, x: model(x["x"] if isinstance(x, dict) else x)
+    with pytest.raises(TypeError, match=f"y must be a tensor, .*, got {named}; .* create_trainer"):
+        trained(lambda y_pred, y: y_pred.mean(), batches, gradient_accumulation_steps=2, **arguments)
+
+
+@pytest.mark.parametrize("inputs", [list, tuple, torch.stack, lambda rows: {"x": torch.stack(rows), "scale": torch.ones(())}])
+def test_a_list_with_a_target_for_each_sample(inputs: Any) -> None:
+    """As for detection: its length is the number of samples, however the inputs are given."""
+
+    def model_fn(model: nn.Module, x: Any) -> Tensor:
+        x = x["x"] if isinstance(x, dict) else x
+        return model(x if isinstance(x, Tensor) else torch.stack([*x]))
+
+    batches = [(inputs([*x]), [*y]) for x, y in pairs()]
+    found = trained(lambda a, b: mse_loss(a, torch.stack(b)), batches, gradient_accumulation_steps=4, model_fn=model_fn)
+    close(found, by_hand(pairs(), 4, gradient=of_squares))
+
+
 def test_device_and_non_blocking_reach_ignites_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a `prepare_batch` both halves of the pair are moved where `device` says, as `non_blocking` says."""
     seen: list[Any] = []
