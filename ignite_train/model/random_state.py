@@ -46,7 +46,7 @@ PYTHON: random.Random = attrgetter("__self__")(random.random)
 """Python's own generator, whose methods are the functions of `random`."""
 NUMPY: np.random.RandomState = attrgetter("__self__")(np.random.rand)
 """NumPy's own generator, likewise."""
-_MAX_DEPTH, _MAX_OBJECTS, _MAX_ENTRIES = 5, 500, 32  # a dataset may hold millions of objects, which are not searched
+_MAX_OBJECTS, _MAX_ENTRIES = 500, 32  # a dataset may hold millions of objects, which are not searched
 _NO_OWNERS = (
     Tensor,
     nn.Module,
@@ -269,7 +269,7 @@ def generators_within(owner: Any) -> dict[str, Generator]:
         if isinstance(value, Generator):
             found[".".join(map(str, path))] = value
             continue
-        for name, entry in _attributes(value).items() if len(path) < _MAX_DEPTH else ():
+        for name, entry in _attributes(value).items():
             if len(queue) < _MAX_OBJECTS and entry is not None and id(entry) not in seen and not isinstance(entry, _NO_OWNERS):
                 seen.add(id(entry))
                 queue.append(((*path, name), entry))

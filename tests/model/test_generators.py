@@ -45,6 +45,15 @@ def test_generators_are_found_wherever_a_loader_holds_them() -> None:
     assert found["batch_sampler.sampler.generator"] is own
 
 
+@pytest.mark.parametrize("depth", [1, 5, 6, 40])
+def test_a_generator_is_found_however_deep(depth: int) -> None:
+    """Datasets, transforms and samplers may be wrapped in one another."""
+    owner = own = torch.Generator()
+    for _ in range(depth):
+        owner = Holder(inner=owner)  # type: ignore[assignment]
+    assert generators_within(owner) == {".".join(["inner"] * depth): own}
+
+
 def test_generators_of_the_process_and_of_large_containers_are_left_out() -> None:
     """Those are saved elsewhere; and a dataset of millions of objects is not searched."""
     process = Holder(a=torch.default_generator, b=np.random.mtrand._rand, c=random.SystemRandom())
