@@ -134,8 +134,10 @@ class DataPosition:
         if self._generators_before is not None:
             in_full(partial(restore_random_state, self._generators_before))
             self._generators_before = None
+        draws_itself = isinstance(self._loader, Pipeline) and not self.at_end  # to find its place, in a thread perhaps
+        own = generators_within(self._loader, _is_opened_again) if draws_itself else self._find_own_generators()
         with self._refusing():
-            self._set_own_generators(self._own_after)
+            set_generator_states(own, self._own_after)
         if not self.has_restored:  # the first group may have to be read again
             with suppress(Exception):  # a loader of a user's may have a state only once it is read, and raise anything before
                 self.note(exhausted=False)
@@ -350,6 +352,11 @@ class DataPosition:
         if isinstance(self._loader, ResumableLoader) and self._loader.seeds_generators:
             return {name: generator for name, generator in found.items() if not name.startswith("dataset.")}
         return found
+
+
+def _is_opened_again(name: Any, value: Any) -> bool:
+    """Whether this attribute is a sampler or a source that a pipeline of nodes reads again up to its place."""
+    return name in ("sampler", "iterable") and not isinstance(value, Stateful)
 
 
 def _pass_of(loader: Iterable[Any]) -> object:

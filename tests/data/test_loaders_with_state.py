@@ -121,6 +121,37 @@ class Eager:
         self.generator.set_state(state["generator"])
 
 
+class Shuffled:
+    """Draws from a generator of its own, a number at a time, and has no state."""
+
+    def __init__(self) -> None:
+        self.generator = seeded()
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(INDEX)
+        while order:
+            yield order.pop(int(torch.randint(len(order), (), generator=self.generator)))
+
+
+class Drawing:
+    """A source of a pipeline with a state, in which its generator is not."""
+
+    def __init__(self) -> None:
+        self.at, self.generator = 0, seeded()
+
+    def __iter__(self) -> Iterator[float]:
+        while self.at < SAMPLES:
+            self.at += 1
+            yield self.at - 1 + float(torch.rand((), generator=self.generator))
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.at = state["at"]
+
+
 class AtOnce(Sampler[int]):
     """A sampler of a user's, which draws its order where it is opened, and not when it is read."""
 
@@ -145,6 +176,12 @@ def pipeline(sampler: Any) -> Any:
     return nodes.Loader(nodes.Mapper(batches, lambda batch: torch.tensor(batch) + torch.rand(2)))
 
 
+def in_a_thread(source: Any, ahead: int = 2, workers: int = 1) -> Any:
+    """A pipeline whose samples are read before they are asked for."""
+    mapped = nodes.ParallelMapper(nodes.Batcher(source, 2), torch.Tensor, num_workers=workers, method="thread")
+    return nodes.Loader(nodes.Prefetcher(mapped, ahead) if ahead else mapped)
+
+
 INDEX = range(SAMPLES)
 LOADERS: dict[str, Callable[[], Any]] = {
     "shuffled": lambda: loader_of(batch_size=2, shuffle=True, generator=seeded()),
@@ -157,8 +194,16 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "nodes": lambda: pipeline(SequentialSampler(INDEX)),
     "nodes, drawn from the process": lambda: pipeline(RandomSampler(INDEX)),
     "nodes, drawn from a generator": lambda: pipeline(RandomSampler(INDEX, generator=seeded())),
+    "nodes, a source that draws": lambda: nodes.Loader(
+        nodes.Mapper(nodes.Batcher(nodes.IterableWrapper(Drawing()), 2), torch.tensor)
+    ),
     "stream": lambda: StatefulDataLoader(Numbers(), 2),
     "of a user's": Eager,
+}
+IN_THREADS: dict[str, Callable[[], Any]] = {
+    "read in a thread": lambda: in_a_thread(nodes.SamplerWrapper(RandomSampler(INDEX, generator=seeded()))),
+    "mapped in threads": lambda: in_a_thread(nodes.SamplerWrapper(RandomSampler(INDEX, generator=seeded())), 0, 2),
+    "a source without a state": lambda: in_a_thread(nodes.IterableWrapper(Shuffled())),
 }
 kinds = pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] * ("workers" in kind)) for kind in LOADERS]
@@ -208,6 +253,23 @@ def test_a_run_that_was_stopped_goes_on(kind: str, epoch_length: int | None, aga
         else:
             trainer.run(loader, max_iters=UPDATES, epoch_length=epoch_length)
         assert seen == expected, stop
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("epoch_length", [None, 2])
+@pytest.mark.parametrize("kind", IN_THREADS)
+def test_a_pipeline_that_reads_in_threads_goes_on(kind: str, epoch_length: int | None, tmp_path: Path) -> None:
+    """In another process: whether a thread has drawn an order before or after the generators are put back."""
+    loader = IN_THREADS[kind]()
+    expected = [batch.tolist() for _ in range(EPOCHS) for batch in loader]
+    for stop in range(1, UPDATES):
+        found = list[list[float]]()
+        for limit in (stop, UPDATES):
+            trainer, seen = make()
+            Checkpoint(tmp_path / str(stop)).attach(trainer)
+            trainer.run(IN_THREADS[kind](), max_iters=limit, epoch_length=epoch_length)
+            found += seen
+        assert found == expected, stop
 
 
 @kinds
