@@ -15,8 +15,10 @@ from torch.utils.data import (
 )
 
 from ignite_train.data.description import DRAWS_NOTHING, Pipeline, Seekable, length_of
+from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.data.samplers import HasEpoch, samplers_of
 from ignite_train.engine.attachable import Stateful
+from ignite_train.model.random_state import generators_within
 from ignite_train.ranks import collectives
 
 __all__ = ["how_exact"]
@@ -30,7 +32,7 @@ def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
     """
     kind = type(loader).__name__
     if isinstance(loader, (Seekable, list, tuple)):
-        return [], ""
+        return [*_doubts_of_samples(loader)], ""
     workers = loader.num_workers if isinstance(loader, DataLoader) else 0
     doubts, note = list[str](), ""
     if isinstance(loader, Stateful):
@@ -59,6 +61,18 @@ def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
             "this process's random generators differs after resuming; draw no random numbers, or fetch in workers"
         )
     return doubts, note
+
+
+def _doubts_of_samples(loader: Iterable[Any]) -> Iterator[str]:
+    if not isinstance(loader, ResumableLoader) or not loader.num_workers or loader.seeds_generators:
+        return
+    for path in [*generators_within(loader.dataset)][:1]:
+        name = path.removeprefix("_dataset.")
+        yield (
+            f"the workers of the {type(loader).__name__} have copies of the generator {name!r} of the dataset: what a sample "
+            "draws from it differs after resuming; give the dataset a method seed_sample(seed) that seeds it for the sample "
+            "that is fetched next"
+        )
 
 
 def _note_of_state(loader: Iterable[Any]) -> str:

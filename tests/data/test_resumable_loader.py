@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ignite_train import ResumableLoader, ShardedSampler
+from ignite_train.data.how_exact import how_exact
 from ranks import run_ranks
 
 
@@ -140,6 +141,41 @@ def test_a_dataset_is_told_the_epoch():
     loader = ResumableLoader(dataset, 3, shuffle=True)
     loader.dataset.set_epoch(4)
     assert dataset.epochs == [4]
+
+
+class OwnNoise(Noisy):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(7)
+
+    def __getitem__(self, index: int) -> list[float]:
+        return [float(index), float(self.rng.random())]
+
+
+class SeededNoise(OwnNoise):
+    """And has it seeded for each sample."""
+
+    def seed_sample(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "is_named"),
+    [
+        (OwnNoise, {"num_workers": 2}, True),
+        (OwnNoise, {}, False),  # its state is in the checkpoint
+        (SeededNoise, {"num_workers": 2}, False),
+        (SeededNoise, {"num_workers": 2, "seed_samples": False}, True),
+        (Noisy, {"num_workers": 2}, False),
+    ],
+)
+def test_a_generator_of_which_workers_have_copies_is_named(dataset: Any, options: dict[str, Any], is_named: bool) -> None:
+    """The workers of a resumed run begin with other states of it; a sample of which it is seeded is the same."""
+    doubts, _ = how_exact(ResumableLoader(dataset(), 3, shuffle=True, **options))
+    assert len(doubts) == is_named
+    assert all("the generator 'rng'" in doubt and "seed_sample(seed)" in doubt for doubt in doubts)
 
 
 def _left(samples: int) -> list[int]:
