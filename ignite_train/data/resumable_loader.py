@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 from ignite_train.arguments import describe, positive_int, whole_number
 from ignite_train.data.dealing import Dealing
 from ignite_train.data.fetch_thread import FetchThread
-from ignite_train.data.samplers import HasEpoch, ShardedSampler
+from ignite_train.data.samplers import HasEpoch, ShardedSampler, refuse_other_length
 from ignite_train.data.token_budget_sampler import TokenBudgetSampler
 from ignite_train.model.random_state import (
     capture_random_state,
@@ -71,7 +71,8 @@ class ResumableLoader(DataLoader[Any]):
     Raises:
         ValueError: one of `options` is about order or seeds, or `batches` is of another number of samples; or
             `fetch_in_thread` is asked for with worker processes, without `seed_samples`, or with a dataset that has generators
-            and no `seed_sample`. A pass raises it where a dataset draws from the generators of the process.
+            and no `seed_sample`. A pass raises it where the thread draws from the generators of the process, or the dataset
+            has another length than when the loader was made.
         TypeError: the dataset has no length, or `shuffle` or `batches` is missing or has the wrong type.
 
     Example:
@@ -167,6 +168,7 @@ class ResumableLoader(DataLoader[Any]):
         self._order.set_epoch(epoch)
 
     def __iter__(self) -> Any:
+        refuse_other_length(len(self.dataset), self._order.describe()["samples"])  # type: ignore[arg-type]
         self.generator.manual_seed(self._seed % 2**64)
         if not self._ahead:
             return super().__iter__()
@@ -284,6 +286,9 @@ class _Samples(Dataset[Any]):
         if isinstance(self._dataset, HasEpoch):
             self._dataset.set_epoch(epoch)
             self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._dataset)
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
         if self._epoch not in (None, keys[0][0]) and get_worker_info() is not None:  # a worker that is kept from epoch to epoch

@@ -14,7 +14,7 @@ from ignite_train.arguments import describe, whole_number
 from ignite_train.data.dealing import DealtSampler
 from ignite_train.data.epoch_order import Order, epoch_order
 
-__all__ = ["HasEpoch", "ShardedSampler", "samplers_of", "set_epoch"]
+__all__ = ["HasEpoch", "ShardedSampler", "refuse_other_length", "samplers_of", "set_epoch"]
 
 _FIRST_CHUNK, _LAST_CHUNK = 2**10, 2**15  # indices that are computed at once, at the start of an epoch and later
 
@@ -57,6 +57,19 @@ def samplers_of(loader: DataLoader[Any]) -> Iterator[Any]:
         yield batch_sampler.sampler
 
 
+def refuse_other_length(now: int, before: int) -> None:
+    """Refuses a pass over a dataset that had another length when its order was chosen.
+
+    Raises:
+        ValueError: it had.
+    """
+    if now != before:
+        raise ValueError(
+            f"dataset must keep its length, got {now} samples after {before}: the order is of those that there were; make "
+            "another loader when it changes, and pass that to trainer.set_data at the end of an epoch"
+        )
+
+
 class ShardedSampler(DealtSampler[int]):
     """Deals a dataset out to the ranks like cards: sample i of the epoch's order goes to rank i mod world size.
 
@@ -90,6 +103,7 @@ class ShardedSampler(DealtSampler[int]):
         if not isinstance(dataset, Sized):
             raise TypeError(f"dataset must have a length, got {describe(dataset)}")
         super().__init__(len(dataset), mesh)
+        self._length_now = dataset.__len__  # and not the dataset, in which generators would be found a second time
         self._shuffle, self._seed = shuffle, whole_number("seed", seed)
 
     def describe(self) -> dict[str, Any]:
@@ -101,6 +115,7 @@ class ShardedSampler(DealtSampler[int]):
         return f"{type(self).__name__}({self.num_entries} samples, shuffle={self._shuffle}, seed={self._seed}, {rank})"
 
     def __iter__(self) -> Iterator[int]:
+        refuse_other_length(self._length_now(), self.num_entries)
         positions = self.begin_pass()
         return chain.from_iterable(_chunks(positions, self._order_of_epoch())) if self._shuffle else iter(positions)
 

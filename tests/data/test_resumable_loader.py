@@ -9,9 +9,9 @@ import ignite.distributed as idist
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
-from ignite_train import ResumableLoader, ShardedSampler
+from ignite_train import ResumableLoader, ShardedSampler, TokenBudgetSampler
 from ignite_train.data.how_exact import how_exact
 from ranks import run_ranks
 
@@ -141,6 +141,31 @@ def test_a_dataset_is_told_the_epoch():
     loader = ResumableLoader(dataset, 3, shuffle=True)
     loader.dataset.set_epoch(4)
     assert dataset.epochs == [4]
+
+
+def with_lengths(dataset: Any) -> ResumableLoader:
+    return ResumableLoader(dataset, batches=TokenBudgetSampler([1] * len(dataset), max_tokens=3, shuffle=True))
+
+
+@pytest.mark.parametrize("length", [9, 14])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda dataset: ResumableLoader(dataset, 3, shuffle=True),
+        lambda dataset: ResumableLoader(dataset, 3, shuffle=True, seed_samples=False, num_workers=1, persistent_workers=True),
+        with_lengths,
+        lambda dataset: DataLoader(dataset, 3, sampler=ShardedSampler(dataset, shuffle=True)),
+    ],
+    ids=["plain", "workers", "lengths", "sampler"],
+)
+def test_a_dataset_that_has_another_length_by_now_is_refused(make: Any, length: int) -> None:
+    """The order is of the samples that it had: those that have come would be left out."""
+    dataset = Noisy()
+    loader = make(dataset)
+    assert len(as_lists(loader)) == 4
+    dataset.length = length
+    with pytest.raises(ValueError, match=f"dataset must keep its length, got {length} samples after 10: .*set_data"):
+        as_lists(loader)
 
 
 class OwnNoise(Noisy):
