@@ -87,6 +87,7 @@ class Evaluator(Loop):
         self.transfer, self.precision = ToDevice(device), Precision(precision, device)
         self.statistics = Statistics(device, counts=self.data_ranks.counts, keeps_empty=True)
         self._limit: int | None = None
+        self._num_empty = 0  # micro-batches that were None, in the latest pass
         self._around: list[Callable[[], AbstractContextManager[Any]]] = [lambda: collectives.buffers_of_first_rank(this.model)]
         self.scored_weights: list[ScoredWeights] = []
         self._is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -115,7 +116,7 @@ class Evaluator(Loop):
         """Evaluates once over `data`. Collective: all ranks call it, also a rank without data.
 
         Args:
-            data: a loader of micro-batches; ranks may have different numbers, or none.
+            data: a loader of micro-batches; ranks may have different numbers, or none. A None is left out.
             max_epochs: 1 or None: an evaluation is one pass.
             max_iters: stop after this many micro-batches of each rank.
             epoch_length: the same as `max_iters`.
@@ -179,10 +180,16 @@ class Evaluator(Loop):
 
     def _open(self, data: Iterable[Any]) -> _Whole:
         opened = open_loader(data)
-        micro_batches: Iterator[Any] = islice(opened, self._limit)
+        self._num_empty = 0
+        micro_batches: Iterator[Any] = filter(self._has_samples, islice(opened, self._limit))
         if self._uneven != "all":
             micro_batches = _in_step(micro_batches, self._uneven, self._run_placeholder, lends=self._is_sharded)
         return _Whole(micro_batches, opened)
+
+    def _has_samples(self, micro_batch: Any) -> bool:
+        """Whether it is not a None, which is a micro-batch without samples."""
+        self._num_empty += micro_batch is None
+        return micro_batch is not None
 
     def _run_placeholder(self, micro_batch: Any) -> None:
         """Runs forward only so that the others' collectives complete: nothing of it counts."""
@@ -198,6 +205,7 @@ class Evaluator(Loop):
         self._warn_of_metrics_with_my_names()
         with uneven_metrics(self, has_data=given > 0):
             super()._close_epoch(started)
+        given += self._num_empty
         if length is not None and given < length:  # now, since a warning may be an error
             warnings.warn(
                 f"the loader of the evaluation has len() {length} and gave {given} micro-batches, of which its metrics are; "

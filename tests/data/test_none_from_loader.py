@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cuts
 from bits import bit_by_bit
-from ignite_train import UpdateOptions, create_trainer
+from ignite_train import UpdateOptions, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint
 from ranks import run_ranks
 from update_options import with_options
@@ -178,3 +178,43 @@ def refused() -> str:
 def test_a_forward_that_waits_for_all_ranks_is_refused() -> None:
     """It would hang where one rank has nothing; the message names what keeps ranks in step."""
     assert all("uneven='replay'" in message for message in run_ranks(refused))
+
+
+def scored(uneven: str, sized: bool) -> tuple[float, int]:
+    """The loss of an evaluation of this rank's micro-batches, and how many its forward saw."""
+    evaluator = create_evaluator(cuts.linear(), cuts.forward, uneven=uneven)  # type: ignore[arg-type]
+    loader: Any = batches(PLACES[idist.get_rank()])
+    state = evaluator.run(loader if sized else cuts.Unsized(loader))
+    return state.metrics["loss"], state.iteration
+
+
+def by_hand_scored(numbers: list[int]) -> float:
+    parts = [cuts.forward(cuts.linear(), one) for one in batches(numbers)]
+    return float(sum(part.loss.detach() for part in parts) / sum(part.sample_size for part in parts))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+@pytest.mark.parametrize("uneven", ["all", "replay", "shortest", "error"])
+def test_an_evaluator_leaves_it_out(uneven: str, sized: bool) -> None:
+    """It is not the end of the data, and none is missed of a loader with a length."""
+    loss, number = scored(uneven, sized)
+    assert (loss, number) == (pytest.approx(by_hand_scored([0, 1, 2]), rel=1e-12), 3)
+
+
+def test_an_evaluation_of_nothing_else_has_no_sample() -> None:
+    """As where a `collate_fn` returns nothing by mistake."""
+    with pytest.raises(ValueError, match="at least one sample"):
+        create_evaluator(cuts.linear(), cuts.forward).run([None, None])
+
+
+def all_scored() -> list[tuple[float, int]]:
+    return [scored(uneven, sized) for uneven in ("all", "replay", "shortest") for sized in (True, False)]
+
+
+@pytest.mark.slow
+def test_ranks_leave_it_out_of_an_evaluation() -> None:
+    """Each its own, wherever it stands."""
+    expected = by_hand_scored([0, 1, 2, 3, 4, 5])
+    for found in run_ranks(all_scored):
+        assert found == [(pytest.approx(expected, rel=1e-12), 3)] * 6
