@@ -71,6 +71,9 @@ CASES = [
         model,
         shuffled_stateful,
         forward,
-        known={"killed": "datasets leaves its shuffle buffer out of its state; a plain DataLoader is exact"},
+        known={
+            "killed": "datasets leaves its shuffle buffer out of its state, which workers cannot load; a plain DataLoader is "
+            "exact"
+        },
     ),
 ]
