@@ -15,7 +15,7 @@ from ignite_train.arguments import describe, real_number
 from ignite_train.engine.dispatch import attached
 from ignite_train.events import Event, TrainEvents
 from ignite_train.kinds_of_handlers import Handler
-from ignite_train.model.averaged_tensors import averaged_statistics, averaged_tensors, move_towards, plain_name
+from ignite_train.model.averaged_tensors import averaged_statistics, averaged_tensors, check_alike, move_towards, plain_name
 from ignite_train.model.optimizers import stepped_parameters
 from ignite_train.ranks import collectives
 from ignite_train.ranks.wrapping import unwrap
@@ -98,13 +98,8 @@ class MomentumTeacher(Handler):
         """
         if any(isinstance(other, MomentumTeacher) and other.teacher is self.teacher for _, other, _ in attached(trainer)):
             raise ValueError("teacher must be attached once, got one that is attached already and would be moved twice")
-        teacher, student = averaged_tensors(self.teacher), averaged_tensors(self.student)
-        wrong = sorted(teacher.keys() ^ student.keys()) or [n for n in teacher if _kind(teacher[n]) != _kind(student[n])]
-        if wrong:
-            raise ValueError(
-                f"teacher must have the parameters of student, sharded alike, got a difference in {wrong[0]!r}; make it with "
-                "copy.deepcopy(student)"
-            )
+        rule, remedy = "teacher must have the parameters of student, sharded alike", "make it with copy.deepcopy(student)"
+        check_alike(averaged_tensors(self.teacher), averaged_tensors(self.student), rule, remedy)
         trained = {id(parameter) for parameter in stepped_parameters(trainer.optimizers)}
         if any(id(parameter) in trained for parameter in self.teacher.parameters()):
             raise ValueError(
@@ -120,6 +115,7 @@ class MomentumTeacher(Handler):
                     collectives.broadcast(tensor)
         if next(self.teacher.buffers(), None) is not None:
             trainer.add_event_handler(Events.STARTED, _TeacherBuffers(self.teacher))
+        trainer.on_enter.append(lambda _: check_alike(averaged_tensors(self.teacher), averaged_tensors(self.student)))
         return trainer.prepend_event_handler(event, self)
 
     def _warn_of_rounding(self) -> None:
@@ -172,11 +168,6 @@ class _TeacherBuffers:
         with torch.no_grad():
             for name, buffer in self._teacher.named_buffers():
                 buffer.copy_(state_dict[plain_name(name)])
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """The shape and the sharding, which two tensors must share to be averaged."""
-    return (tensor.shape, tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else (tensor.shape,)
 
 
 def _checked_momentum(momentum: Any) -> float:

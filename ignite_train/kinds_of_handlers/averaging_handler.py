@@ -19,6 +19,8 @@ from ignite_train.kinds_of_handlers.handler import Handler
 from ignite_train.model.averaged_tensors import (
     averaged_statistics,
     averaged_tensors,
+    check_alike,
+    in_order_of,
     local_tensors,
     move_towards,
     names_of_tensors,
@@ -120,16 +122,16 @@ class AveragingHandler(Handler):
         Raises:
             RuntimeError: `attach` was not called, or the averages are swapped in already.
         """
-        model = self._attached()
+        self._attached()
         if self._is_swapped_in:
             raise RuntimeError("swapped_in() was called inside swapped_in(); leave the first `with` before the second")
         with torch.no_grad():
-            weights, averages = local_tensors(averaged_tensors(model).values()), local_tensors(self._averages.values())
+            weights, averages = self._weights(), local_tensors(self._averages.values())
             kept = [weight.to(average.device, copy=True) for weight, average in zip(weights, averages, strict=True)]
 
         @torch.no_grad()
         def put_back() -> None:
-            foreach_copy_(local_tensors(averaged_tensors(model).values()), kept)
+            foreach_copy_(self._weights(), kept)
 
         try:
             self._put_in()
@@ -196,14 +198,20 @@ class AveragingHandler(Handler):
         if self.follows_until_first:
             self._begin_average()
         self._take_over_statistics()
-        weights = averaged_tensors(self._attached())
-        foreach_copy_(local_tensors(weights.values()), local_tensors(self._averages.values()))
+        foreach_copy_(self._weights(), local_tensors(self._averages.values()))
 
     def _enter(self, trainer: Trainer) -> None:
         """A run or session begins: what the script has put into the model since `attach` counts, as no step has been made.
 
         After a step the average stays, although a filter of the event may not have let anything be averaged yet.
+
+        Raises:
+            RuntimeError: the averages are swapped in, so that the run would train them.
+            ValueError: the model has other parameters than when the handler was attached.
         """
+        if self._is_swapped_in:
+            raise RuntimeError("a run was started inside swapped_in(), where the model has the averages; start it outside")
+        check_alike(self._averages, averaged_tensors(self._attached()))
         if self._begun_at in (None, trainer.state.num_steps):
             self._begin_average()
             self._begun_at = trainer.state.num_steps
@@ -211,9 +219,12 @@ class AveragingHandler(Handler):
     def _begin_average(self) -> None:
         """Before the first averaging, the average is that of the weights now."""
         if self.num_updates == 0:
-            weights = averaged_tensors(self._attached())
             with torch.no_grad():
-                foreach_copy_(local_tensors(self._averages.values()), local_tensors(weights.values()))
+                foreach_copy_(local_tensors(self._averages.values()), self._weights())
+
+    def _weights(self) -> list[Tensor]:
+        """The weights of the model, or the shards of this rank, in the order of their averages."""
+        return in_order_of(self._averages, averaged_tensors(self._attached()))
 
     def _average(self, value: Tensor) -> Tensor:
         is_narrow = value.is_floating_point() and value.itemsize < torch.float32.itemsize

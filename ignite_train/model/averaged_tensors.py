@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,16 @@ from ignite_train.internals.of_torch import WRAPPED, RunningNorm, foreach_lerp_
 from ignite_train.model.composed_tensor import is_composed
 from ignite_train.model.reshard import reshard
 
-__all__ = ["averaged_statistics", "averaged_tensors", "local_tensors", "move_towards", "names_of_tensors", "plain_name"]
+__all__ = [
+    "averaged_statistics",
+    "averaged_tensors",
+    "check_alike",
+    "in_order_of",
+    "local_tensors",
+    "move_towards",
+    "names_of_tensors",
+    "plain_name",
+]
 
 plain_name: Callable[[str], str] = partial(re.compile("|".join(rf"{name}\." for name in WRAPPED)).sub, "")
 """The name of a parameter, buffer or module without what `torch.compile` and activation checkpointing add to it."""
@@ -54,6 +64,29 @@ def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [value.to_local() if isinstance(value, DTensor) else value for value in tensors]
 
 
+def check_alike(
+    averages: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    rule: str = "a model must keep the parameters that its average follows",
+    remedy: str = "call remove() on what attach returned, and attach another to the changed model",
+) -> None:
+    """Raises ValueError, in these words, unless both have the same names, and shapes and shards by these names."""
+    wrong = sorted(averages.keys() ^ weights.keys()) or [n for n in averages if _kind(averages[n]) != _kind(weights[n])]
+    if wrong:
+        raise ValueError(f"{rule}, got a difference in {wrong[0]!r}; {remedy}")
+
+
+def in_order_of(averages: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[Tensor]:
+    """The weights, or the shards of this rank, in the order of their averages: a module may have been put in again.
+
+    Raises:
+        ValueError: the names differ.
+    """
+    if weights.keys() != averages.keys():
+        check_alike(averages, weights)
+    return local_tensors(weights[name] for name in averages)
+
+
 def move_towards(averages: Mapping[str, Tensor], weights: Mapping[str, Tensor], share: float) -> None:
     """Moves each average: average ← average + share · (weight - average), in one call of a kernel.
 
@@ -63,6 +96,11 @@ def move_towards(averages: Mapping[str, Tensor], weights: Mapping[str, Tensor], 
         share: in [0, 1].
     """
     with torch.no_grad():
-        moved, targets = local_tensors(averages.values()), local_tensors(weights.values())
+        moved, targets = local_tensors(averages.values()), in_order_of(averages, weights)
         targets = [target.to(average.device, average.dtype) for target, average in zip(targets, moved, strict=True)]
         foreach_lerp_(moved, targets, share)
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    """The shape and the sharding, which two tensors must share to be averaged."""
+    return (tensor.shape, tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else (tensor.shape,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 
 from bits import bit_by_bit
 from ignite_train import ForwardOutput, Trainer, TrainEvents, UpdateOptions, create_evaluator, create_trainer
@@ -458,6 +460,63 @@ def test_a_teacher_on_two_ranks(kind: str) -> None:
     assert first == second
     for found, expected in zip(first, teacher.parameters(), strict=True):
         torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), expected.data, rtol=1e-10, atol=1e-12)
+
+
+def following(kind: str, model: nn.Module) -> tuple[Any, Callable[[], dict[str, Tensor]]]:
+    """A handler that moves half of the way in each step, and what gives the average by name."""
+    if kind == "average":
+        ema = ModelEMA(0.5, warm_up=False)
+        return ema, lambda: ema.state_dict()["model"]
+    teacher = copy.deepcopy(model)
+    return MomentumTeacher(teacher, model, 0.5), teacher.state_dict
+
+
+@pytest.mark.parametrize("kind", ["average", "teacher"])
+def test_an_average_goes_by_name_where_a_module_was_put_in_again(kind: str) -> None:
+    """Then it is registered last, with parameters of the same shapes as others."""
+    model = nn.Sequential(OrderedDict((name, nn.Linear(3, 3)) for name in "abc")).double()
+    trainer = make(model)
+    handler, average = following(kind, model)
+    handler.attach(trainer)
+    expected = copies(model)
+
+    def follow() -> None:
+        for name, value in model.named_parameters():
+            expected[name].lerp_(value.detach(), 0.5)
+
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, follow)
+    trainer.run(DATA, max_epochs=1)
+    del model.a
+    model.a = nn.Linear(3, 3).double().requires_grad_(False)
+    model.a.load_state_dict({name.removeprefix("a."): expected[name] for name in ("a.weight", "a.bias")})
+    trainer.run(DATA, max_epochs=2)
+    assert [*copies(model)] != [*expected]
+    for name, value in expected.items():
+        torch.testing.assert_close(average()[name], value)
+
+
+@pytest.mark.parametrize("kind", ["average", "teacher"])
+@pytest.mark.parametrize("when", ["between runs", "in a run"])
+def test_an_average_of_parameters_that_are_gone_is_refused(kind: str, when: str) -> None:
+    """Pruning renames a weight and registers it last: matched by place, its average would follow the bias."""
+    model = nn.Sequential(OrderedDict(linear=nn.Linear(3, 4), norm=nn.LayerNorm(4))).double()
+    trainer = make(model)
+    handler, average = following(kind, model)
+    handle = handler.attach(trainer)
+
+    def change() -> None:
+        prune.identity(model.norm, "weight")  # type: ignore[no-untyped-call]
+
+    trainer.run(DATA, max_epochs=1)
+    before, known = trainer.state.num_steps, bit_by_bit(average())
+    change() if when == "between runs" else trainer.add_event_handler(Events.EPOCH_STARTED, change)
+    with pytest.raises(ValueError, match=r"got a difference in 'norm\.weight'; call remove\(\)"):
+        trainer.run(DATA, max_epochs=2)
+    assert trainer.state.num_steps == before + (when == "in a run")
+    if kind == "teacher":
+        assert bit_by_bit(average()) == known
+    handle.remove()
+    following("average", model)[0].attach(trainer)
 
 
 def attach_teacher(teacher: nn.Module | None = None, **arguments: Any) -> None:

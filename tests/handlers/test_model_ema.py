@@ -284,8 +284,11 @@ def test_swapped_in_and_out_again() -> None:
     assert inside == [expected]
     assert bit_by_bit(model.state_dict()) == before != expected
     assert bit_by_bit(averaged(ema)) == expected
-    with pytest.raises(RuntimeError, match="an update was made inside"), ema.swapped_in():
+    with pytest.raises(RuntimeError, match="a run was started inside"), ema.swapped_in():
         trainer.run(DATA, max_epochs=2)
+    assert bit_by_bit(model.state_dict()) == before  # nothing was trained, running statistics neither
+    with pytest.raises(RuntimeError, match="an update was made inside"), ema.swapped_in():
+        trainer.update(DATA[:1])
 
 
 @pytest.mark.parametrize("event", [Events.EPOCH_COMPLETED, TrainEvents.STEP_COMPLETED(every=2)], ids=["epoch", "step"])
