@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import ExitStack
+from functools import partial
 
 from ignite.engine import Events, RemovableEventHandle
 
@@ -32,7 +33,7 @@ class GarbageCollection(Handler):
     def attach(self, trainer: Trainer, event: Event = every(1000, Events.ITERATION_COMPLETED)) -> RemovableEventHandle:
         """Collects when a run of `trainer` begins, and at `event`."""
         pause = ExitStack()
-        trainer.on_enter.append(lambda _: self._begin(pause))
+        trainer.on_enter.append(partial(self._begin, pause))
         trainer.on_exit.append(pause.close)
         return trainer.add_event_handler(event, self)
 
@@ -40,6 +41,6 @@ class GarbageCollection(Handler):
         """Collects now."""
         gc.collect()
 
-    def _begin(self, pause: ExitStack) -> None:
+    def _begin(self, pause: ExitStack, _: Trainer) -> None:
         pause.enter_context(paused_collection())
         self()

@@ -88,6 +88,7 @@ class MomentumTeacher(Handler):
         if not isinstance(own_statistics, bool):
             raise TypeError(f"own_statistics must be True or False, got {describe(own_statistics)}")
         self.own_statistics = own_statistics
+        self._held_buffers: RemovableEventHandle | None = None
 
     def attach(self, trainer: Trainer, event: Event = TrainEvents.STEP_COMPLETED) -> RemovableEventHandle:
         """Moves the teacher at `event`, before other handlers there. Collective.
@@ -114,9 +115,17 @@ class MomentumTeacher(Handler):
                 if not isinstance(tensor, DTensor):
                     collectives.broadcast(tensor)
         if next(self.teacher.buffers(), None) is not None:
-            trainer.add_event_handler(Events.STARTED, _TeacherBuffers(self.teacher))
-        trainer.on_enter.append(lambda _: check_alike(averaged_tensors(self.teacher), averaged_tensors(self.student)))
+            self._held_buffers = trainer.add_event_handler(Events.STARTED, _TeacherBuffers(self.teacher))
+        trainer.on_enter.append(self._check)
         return trainer.prepend_event_handler(event, self)
+
+    def taken_off(self) -> None:
+        """The buffers are not saved any more."""
+        if self._held_buffers is not None:
+            self._held_buffers.remove()
+
+    def _check(self, _: Trainer) -> None:
+        check_alike(averaged_tensors(self.teacher), averaged_tensors(self.student))
 
     def _warn_of_rounding(self) -> None:
         """Warns of a teacher in 16 bits: a momentum near 1 moves it by less than its rounding, so that it stays."""

@@ -140,7 +140,7 @@ class ProgressLog(Handler):
             evaluator.add_event_handler(Events.COMPLETED, self._print_evaluation, trainer, tag)
             if isinstance(evaluator, Loop):  # on a stock engine a handler of EXCEPTION_RAISED would suppress the exception
                 evaluator.on_exit.append(self._close_evaluation)  # also where COMPLETED is skipped, as in a rehearsal
-        if self.attached_trainer is trainer:
+        if trainer.has_event_handler(self._note_end, Events.COMPLETED):
             return None
         self._beside = {name: weakref.ref(other) for name, other in (beside or {}).items()}
         self._shown.losses = frozenset(f"{name}/loss" for name in self._beside)
@@ -150,6 +150,10 @@ class ProgressLog(Handler):
         trainer.add_event_handler(Events.COMPLETED, self._note_end)
         trainer.on_exit.append(self._conclude)
         return trainer.add_event_handler(event, self)
+
+    def taken_off(self) -> None:
+        """It shows no evaluators any more."""
+        self._evaluators.clear()
 
     def scores(self) -> list[tuple[Engine, str | None, str | None]]:
         """The evaluators that it shows."""

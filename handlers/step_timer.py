@@ -124,11 +124,8 @@ class StepTimer(PiggybackHandler):
         trainer.prepend_event_handler(Events.ITERATION_COMPLETED, self._end_update)  # before what is called at `event`
         return handle
 
-    def detach(self, trainer: Trainer) -> None:
-        """Measures no later updates; what was measured stays. All ranks must call it."""
-        super().detach(trainer)
-        trainer.on_enter.remove(self._start)
-        trainer.remove_event_handler(self._end_update, Events.ITERATION_COMPLETED)
+    def taken_off(self) -> None:
+        """Measures no later updates; what was measured stays."""
         if self._sections is not None:
             self._sections.listeners = [other for other in self._sections.listeners if other != self._mark_on_device]
             if self.ranges != "none":

@@ -152,7 +152,7 @@ class TrainingMetrics(Handler):
         self._model_device = next(trainer.model.parameters()).device  # which stays
         trainer.on_enter.append(self._note_start)
         trainer.moments.on_record.append(self._note)
-        trainer.prepend_event_handler(Events.COMPLETED, self)
+        trainer.prepend_event_handler(Events.COMPLETED, self.__call__)  # a method: it goes with the one at `event`
         if evaluator is not None:
             self.watch(evaluator)
         return trainer.prepend_event_handler(event, self)

@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ignite_train.arguments import ANYTHING, COUNT, check_fields, describe, named_ranks, positive_int
 from ignite_train.data.grouping import MicroBatchGrouping
 from ignite_train.data.run_data import RunData, known_size
-from ignite_train.engine.attachable import Attachable, Stateful
-from ignite_train.engine.dispatch import add_counters
+from ignite_train.engine.attachable import Attachable, Stateful, owner_of
+from ignite_train.engine.dispatch import add_counters, attached
 from ignite_train.engine.ignite_state import from_ignite_state, is_ignite_state
 from ignite_train.engine.introduction import introduction
 from ignite_train.engine.limits import checked_limits, checked_loader
@@ -762,6 +762,25 @@ class Trainer(Loop):
                 "would be called with the trainer; use LearningRateSchedule(scheduler).attach(trainer)"
             )
         return super().add_event_handler(event_name, handler, *args, **kwargs)
+
+    def remove_event_handler(self, handler: Any, event_name: Any) -> None:
+        """Removes a handler, as in Ignite; with the last event of one of ours, all that its `attach` has put elsewhere too.
+
+        Functions of `on_exit` stay: they close what a run has opened.
+        """
+        super().remove_event_handler(handler, event_name)
+        if not isinstance(handler, Attachable) or any(other is handler for _, other, _ in attached(self)):
+            return
+        for engine in (self, *handler.evaluators):
+            for event, other, _ in attached(engine):
+                if owner_of(other) is handler:
+                    engine.remove_event_handler(other, event)
+        # New lists: a run that is entered, or an update that is under way, still reads those before.
+        self.on_enter = [function for function in self.on_enter if owner_of(function) is not handler]
+        self.moments.on_record = [function for function in self.moments.on_record if owner_of(function) is not handler]
+        self.piggybacks = [piggyback for piggyback in self.piggybacks if piggyback is not handler]
+        handler.evaluators = ()
+        handler.taken_off()
 
     def _handlers_changed(self) -> None:
         """Has the update choose once, and not in each update, what it does for the handlers that there are."""

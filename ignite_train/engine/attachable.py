@@ -42,6 +42,7 @@ class Attachable:
         is_attaching: whether its `attach` is running.
         is_collective: whether it waits for other ranks, so that all of them must attach one; compared when a run starts.
         same_on_all_ranks: whether its state is the same on all ranks, or sharded over them, so that a checkpoint holds it once.
+        evaluators: those that its `attach` was given.
         saved_as: the name of its state in checkpoints, where that is not the name of its class. A class that is renamed keeps
             its earlier name here, so that checkpoints written before can be resumed from. Of several handlers of one class the
             second is saved as `Name-2` and so on, in the order in which they are attached; set it on each of them, before they
@@ -52,7 +53,11 @@ class Attachable:
     is_attaching = False
     is_collective = False
     same_on_all_ranks = False
+    evaluators: tuple[Engine, ...] = ()
     saved_as: str | None = None
+
+    def taken_off(self) -> None:
+        """Called when the trainer has removed it, for what `attach` has left beside events, `on_enter` and `piggybacks`."""
 
     def settings(self) -> dict[str, Any]:
         """The arguments that it was made with, in plain types: a resumed run says which differ from those in the checkpoint."""

@@ -88,7 +88,7 @@ class AveragingHandler(Handler):
         if self.num_updates == 0:  # or else it was taken off, and continues
             self._averages = {name: self._average(value) for name, value in averaged_tensors(model).items()}
             self._begun_at = None
-        trainer.on_enter.append(lambda entered: self._enter(entered))  # a method would count as attached after it was removed
+        trainer.on_enter.append(self._enter)
         return trainer.prepend_event_handler(event, self)
 
     def use_in(self, evaluator: Evaluator) -> None:

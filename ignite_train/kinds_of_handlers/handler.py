@@ -112,6 +112,8 @@ def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
             self.is_attaching = outer
         if of_one:
             self._trainer_of = weakref.ref(trainer)
+        if named.get("evaluator") is not None:
+            self.evaluators = (*self.evaluators, named["evaluator"])
         if self.begins_with_run and trainer.progress.running and collectives.is_main_rank():
             _logger.warning(f"{name} was attached inside a run, and begins with the next one; attach it before run or session")
         return handle
@@ -176,19 +178,20 @@ def handle_in_every_nth_update(
     """
     handles: list[RemovableEventHandle] = []
 
-    def begin(_owner: Handler, trainer: Trainer) -> None:
-        end()
+    def begin(owner: Handler, trainer: Trainer) -> None:
+        end(owner)
         handles.extend(trainer.prepend_event_handler(event, handler) for event, handler in handlers.items())
 
-    def end() -> None:
+    def end(_owner: Handler) -> None:
         while handles:
             handles[-1].remove()
             handles.pop()  # now: `on_exit` removes what Ctrl-C has left
 
-    # A method of the owner: by it the settings of attached handlers are found, and those that all ranks must have.
+    # Methods of the owner: by them the settings of attached handlers are found, those that all ranks must have, and what goes
+    # with a handler that is removed.
     trainer.add_event_handler(Events.ITERATION_STARTED(every=number), MethodType(begin, owner))
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=number), end)
-    trainer.on_exit.append(end)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=number), MethodType(end, owner))
+    trainer.on_exit.append(MethodType(end, owner))
 
 
 class PiggybackHandler(Handler, Piggyback):
@@ -214,13 +217,9 @@ class PiggybackHandler(Handler, Piggyback):
         self._handle = trainer.prepend_event_handler(event, self)
         return self._handle
 
-    def detach(self, trainer: Trainer) -> None:
+    def detach(self, trainer: Trainer) -> None:  # noqa: ARG002  # of a `DefaultHandler`
         """Does nothing in later updates. All ranks must call it."""
         self._handle.remove()
-        if self in trainer.piggybacks:
-            # A new list: an update that is under way still reads the list whose numbers it has sent.
-            trainer.piggybacks = [piggyback for piggyback in trainer.piggybacks if piggyback is not self]
-            trainer.remove_event_handler(self.settle, Events.COMPLETED)
 
     def __call__(self, trainer: Trainer) -> None:
         """Notes what is to travel."""

@@ -107,6 +107,10 @@ class RecordingHandler(Handler):
                 evaluator.add_event_handler(Events.COMPLETED, self._write_evaluation, trainer, tag)
         return handle
 
+    def taken_off(self) -> None:
+        """Its evaluators may be given again."""
+        self.tags.clear()
+
     def __call__(self, trainer: Trainer) -> None:
         """Writes the metrics that are published now; those that were written with this update already, only if they changed.
 

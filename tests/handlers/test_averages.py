@@ -517,6 +517,8 @@ def test_an_average_of_parameters_that_are_gone_is_refused(kind: str, when: str)
         assert bit_by_bit(average()) == known
     handle.remove()
     following("average", model)[0].attach(trainer)
+    if when == "between runs":
+        trainer.run(DATA, max_epochs=2)
 
 
 def attach_teacher(teacher: nn.Module | None = None, **arguments: Any) -> None:
