@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ignite_train.arguments import describe, one_of, path_of, positive_int, real_number
 from ignite_train.data.unmoved import unmoved
 from ignite_train.errors import GaveUpError, LossScaleFloorError, NonFiniteError
+from ignite_train.model.living_tensors import living_tensors, refuse_living
 from ignite_train.model.random_state import kept_random_state
 from ignite_train.trainer import Trainer
 
@@ -111,7 +112,8 @@ class LearningRateFinder(FastaiLRFinder):
 
         Raises:
             TypeError: an argument has the wrong type, or `make_trainer` makes no trainer.
-            ValueError: an argument has an invalid value, or the trainer has a `Checkpoint`, or its replicas come and go.
+            ValueError: an argument has an invalid value, or `make_trainer` returns a trainer of a model that was there before,
+                or with a `Checkpoint`, or whose replicas come and go.
         """
         self._smoothing = real_number("smooth_f", smooth_f, at_least=0)
         if self._smoothing >= 1:
@@ -131,9 +133,11 @@ class LearningRateFinder(FastaiLRFinder):
             self._search(trainer, own, number)
 
     def _made(self) -> Trainer:
+        living = living_tensors()
         trainer = self._make_trainer()
         if not isinstance(trainer, Trainer):
             raise TypeError(f"make_trainer must return a Trainer, got {describe(trainer)}")
+        refuse_living(trainer.optimizers, living)
         if trainer.replicas.are_elastic:
             raise ValueError(
                 "make_trainer must make a trainer for one process, got reduction='elastic', whose replicas would end with the "

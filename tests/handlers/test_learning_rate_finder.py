@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 import warnings
@@ -364,6 +365,28 @@ def test_two_ranks_find_the_same() -> None:
     first, second = run_ranks(_search_on_this_rank)
     assert first == second
     assert 1 < len(first["loss"]) <= 40
+
+
+def test_the_model_of_the_program_is_not_trained() -> None:
+    """Not by a function that returns its trainer, nor by one that makes another of it; a copy may be, beside frozen parts."""
+    trainer = maker(whole=True)()
+    before = bit_by_bit([trainer.model.state_dict(), trainer.optimizers["optimizer"].state_dict()])
+
+    def of_the_same() -> Trainer:
+        return create_trainer(trainer.model, torch.optim.SGD(trainer.model.parameters(), lr=1e-3), mean_loss)
+
+    def of_a_copy() -> Trainer:
+        model = nn.Sequential(copy.deepcopy(trainer.model[0]), frozen)
+        return create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-3), mean_loss)
+
+    for make in (lambda: trainer, of_the_same):
+        with pytest.raises(ValueError, match="make_trainer must make a new model each time"):
+            search(make)
+    assert bit_by_bit([trainer.model.state_dict(), trainer.optimizers["optimizer"].state_dict()]) == before
+    assert trainer.state.iteration == 0
+    frozen = nn.Linear(4, 1).double().requires_grad_(False)
+    assert search(of_a_copy).get_results()["lr"]
+    assert bit_by_bit([trainer.model.state_dict(), trainer.optimizers["optimizer"].state_dict()]) == before
 
 
 def saving() -> Trainer:

@@ -465,6 +465,20 @@ def breaking(accumulation_steps: int = 1) -> Trainer:
     raise RuntimeError("no such device")
 
 
+def test_the_model_of_the_program_is_not_trained() -> None:
+    """It is refused before the first update."""
+    trainer = simple()
+    before = bit_by_bit(trainer.model.state_dict())
+
+    def of_the_same(accumulation_steps: int = 1) -> Trainer:
+        optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+        return create_trainer(trainer.model, optimizer, summed, accumulation_steps=accumulation_steps)
+
+    message = "the present settings cannot be measured: ValueError: make_trainer must make a new model each time"
+    assert_one_line((RuntimeError, message, lambda: tune(of_the_same, loader_of(), seconds=0.1)))
+    assert bit_by_bit(trainer.model.state_dict()) == before
+
+
 MISTAKES: dict[str, Mistake] = {
     "a trainer": (
         TypeError,
