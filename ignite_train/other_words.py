@@ -236,11 +236,11 @@ def refuse_arguments(
         raise TypeError(f"{name} has no argument {word!r}{hint}")
 
 
-def refuse_attribute(owner: object, name: str) -> AttributeError:
-    """The error for an attribute that an object of ours does not have."""
+def refuse_attribute(owner: object, name: str, what_else: str = "") -> AttributeError:
+    """The error for an attribute that an object of ours does not have, and `what_else` at its end."""
     kind = type(owner).__name__
     hint = "" if name.startswith("_") else answers(kind, name)
-    return AttributeError(f"{kind!r} object has no attribute {name!r}{hint}", name=name, obj=owner)
+    return AttributeError(f"{kind!r} object has no attribute {name!r}{hint}{what_else}", name=name, obj=owner)
 
 
 def answers_imports(module: str, *others: str) -> Callable[[str], Any]:

@@ -44,6 +44,11 @@ _COUNTERS = ("iteration", "num_steps", "num_skipped", "num_micro_batches")
 _ARGUMENTS_OF_RUN = ("data", "max_epochs", "max_iters", "epoch_length", "resume")
 _MADE = "create_trainer(model, optimizer, forward)"
 _LIMITS = ("epoch_length", "max_epochs", "max_iters")
+_GIVEN = {
+    *("optimizer", "forward", "accumulation_steps", "max_grad_norm", "precision", "loss_scaling"),
+    *("compile", "protect", "seed", "output_transform", "options"),
+}
+"""The arguments of `create_trainer` that are no attributes of a trainer."""
 _STEP_COMPLETED, _GRADIENTS_REDUCED = TrainEvents.STEP_COMPLETED, TrainEvents.GRADIENTS_REDUCED
 
 
@@ -221,6 +226,10 @@ class Trainer(Loop):
         def __getattr__(self, name: str) -> Any:
             """Answers an attribute of another library."""
             raise refuse_attribute(self, name)
+
+    def __dir__(self) -> list[str]:
+        """What can be read."""
+        return [name for name in super().__dir__() if name not in _GIVEN]
 
     def _repr_html_(self) -> str:
         """A notebook's view of it: the model, its updates, and how far it has come."""
@@ -833,3 +842,21 @@ class Trainer(Loop):
             if interrupt:
                 self.interrupt(agreed=True)
         super()._take_up_stops()
+
+
+class _Given:
+    """Refuses that one of them is set. A `__setattr__` would cost time in each update."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, trainer: Trainer | None, _: type) -> Never:
+        raise AttributeError(self.name)  # so that `__getattr__` answers
+
+    def __set__(self, trainer: Trainer, _: Any) -> Never:
+        hint = "; a trainer keeps what it was made with: make another by create_trainer to change that"
+        raise refuse_attribute(trainer, self.name, hint)
+
+
+for _name in _GIVEN:
+    setattr(Trainer, _name, _Given(_name))

@@ -78,8 +78,8 @@ def tune(
     Raises:
         TypeError: an argument is of the wrong type, a parameter of `make_trainer` has no default, or the loader is an iterator.
         ValueError: a value is out of range, or the loader is empty, or the ranks have different settings.
-        RuntimeError: the present settings cannot be measured, as where `make_trainer` returns a trainer of a model that was there
-            before, or forward or the model have collectives of their own.
+        RuntimeError: the present settings cannot be measured, as where `make_trainer` takes a model that was there before, or
+            forward or the model have collectives of their own.
 
     Example:
         >>> import torch

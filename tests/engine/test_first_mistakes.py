@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -1405,3 +1406,18 @@ def test_a_directory_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pyte
             patch.setattr("os.access", lambda path, _: path != tmp_path)
             says = rf"^{name} must be .*, got '.*new', where '{tmp_path}' may not be written to$"
             assert_one_line((ValueError, says, lambda mistake=mistake: mistake(tmp_path / "new")))
+
+
+@pytest.mark.parametrize("name", [name for name in inspect.signature(create_trainer).parameters if name != "model"])
+def test_what_a_trainer_was_made_with_cannot_be_set(name: str) -> None:
+    """An assignment did nothing; reading is answered as any attribute that there is not, and neither is offered."""
+    trainer = make(summed)[2]
+    read = f"'Trainer' object has no attribute '{name}'"
+    for attempt in (lambda: getattr(trainer, name), lambda: setattr(trainer, name, 1)):
+        with pytest.raises(AttributeError, match=read) as raised:
+            attempt()
+        assert "\n" not in str(raised.value)
+    assert str(raised.value).endswith("; a trainer keeps what it was made with: make another by create_trainer to change that")
+    assert name not in dir(trainer)
+    trainer.note_of_mine = 1  # what the script keeps there by itself
+    assert trainer.note_of_mine == 1
