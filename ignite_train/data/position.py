@@ -220,11 +220,16 @@ class DataPosition:
         found = collectives.gather_objects(refused) if in_epoch and not accepted else []
         reports = [f"{'; '.join(lines):.400} (rank {rank})" for rank, lines in enumerate(found) if lines]
         if reports:
+            remedy = (
+                "undo the change, or pass Checkpoint(..., on_changed_data='warn'), or resume from a checkpoint of the end of "
+                "an epoch (resume=PATH), where any change is allowed without epoch_length"
+                if saved.get("on_changed_data")  # a place from a checkpoint
+                else "continue with the loader that it began with, to the end of this epoch N by run(loader, max_epochs=N), or "
+                "make another trainer"
+            )
             raise ValueError(
                 "data must be unchanged to resume in the middle of an epoch, or of a pass with epoch_length, got "
-                f"{reports[0]}: samples would be missed or used twice; undo the change, or pass Checkpoint(..., "
-                "on_changed_data='warn'), or resume from a checkpoint of the end of an epoch (resume=PATH), where any change "
-                "is allowed without epoch_length"
+                f"{reports[0]}: samples would be missed or used twice; {remedy}"
             )
 
     def _changed_generators(self, saved: Mapping[str, Any]) -> list[str]:

@@ -60,7 +60,7 @@ class RunData(Batches):
         self._begins = False  # a run has begun, and reads nothing yet
         self._of_run: Iterable[Any] | None = None  # what `run` was called with, and not what `set_data` put in its place
         self._place: Mapping[str, Any] = {}  # where no pass has been made since it was loaded
-        self._on_changed_data = "raise"
+        self._on_changed_data = ""  # nothing was loaded from a checkpoint
         self._fetched: Sequence[Any] = ()  # the group of the update that begins next, as it came
         self._is_kept = False  # the latest run left its pass open, and the next one may continue it
 

@@ -454,3 +454,33 @@ def test_a_shard_that_an_epoch_begins_with_is_read_from_its_beginning(kind: str,
     assert len({*whole}) == 4
     for stop in (2, 3):
         assert shards(tmp_path / str(stop), kind, stop, 4) == whole
+
+
+@pytest.mark.parametrize("epoch_length", [None, 9])
+def test_left_in_this_process_the_loader_of_the_epoch_is_asked_for(epoch_length: int | None) -> None:
+    """No checkpoint was read, so none is spoken of; what the line says can be done."""
+    seen: list[int] = []
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        seen.extend(x.tolist())
+        return model(x[:, None].float()).square().mean()
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    model = nn.Linear(1, 1)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.0), forward)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), stop)
+    first, other = plain(shuffle=False), plain(shuffle=False, batch_size=6)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(first, max_epochs=2, epoch_length=epoch_length)
+    with pytest.raises(ValueError, match="data must be unchanged to resume in the middle of an epoch") as caught:
+        trainer.run(other, max_epochs=2, epoch_length=epoch_length)
+    assert str(caught.value).endswith(
+        "; continue with the loader that it began with, to the end of this epoch N by run(loader, max_epochs=N), or make "
+        "another trainer"
+    )
+    if epoch_length is None:
+        trainer.run(first, max_epochs=1)
+        trainer.run(other, max_epochs=2)
+        assert seen == [*range(SAMPLES)] * 2
