@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 from ignite.engine import Engine
@@ -77,7 +78,9 @@ class EarlyStopping(ScoreHandler):
     def attach(self, trainer: Trainer) -> None:
         """Ends the runs of `trainer`."""
         super().attach(trainer)
-        trainer.on_enter.append(self._end_if_due)
+        trainer.on_enter.append(
+            partial(self._end_if_due, what_to_do="; to continue, give it a larger patience, or another target")
+        )
 
     def on_score(self, trainer: Trainer, score: float) -> None:
         """Counts the evaluation."""
@@ -106,12 +109,12 @@ class EarlyStopping(ScoreHandler):
         self.best, self.best_update = state_dict["best"], state_dict["best_update"]
         self.num_bad, self._latest = state_dict["num_bad"], state_dict["latest"]
 
-    def _end_if_due(self, trainer: Trainer) -> None:
+    def _end_if_due(self, trainer: Trainer, what_to_do: str = "") -> None:
         reason = self._reason()
         if not reason:
             return
         if collectives.is_main_rank():
-            _logger.warning(f"update {trainer.state.iteration}: EarlyStopping ends the run: {reason}")
+            _logger.warning(f"update {trainer.state.iteration}: EarlyStopping ends the run: {reason}{what_to_do}")
         trainer.terminate(agreed=True)
 
     def _reason(self) -> str:

@@ -243,6 +243,23 @@ def test_it_says_why_it_ends(settings: dict[str, Any], scores: list[float], reas
     assert lines == [f"update {ended}: EarlyStopping ends the run: {reason}"]
 
 
+def test_a_run_that_it_ends_as_it_is_entered_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    """As in the next cell of a notebook; and what it says is enough."""
+    job = Scripted([3.0, 4.0, 4.0, 4.0, 4.0])
+    stopping = EarlyStopping(job.evaluator, patience=1)
+    stopping.attach(job.trainer)
+    job.validate()
+    ended = job.run()
+    caplog.clear()
+    assert job.run() == ended
+    assert [line for line in caplog.messages if "EarlyStopping" in line] == [
+        f"update {ended}: EarlyStopping ends the run: loss was best in update 1 (3), 1 evaluation ago, and patience=1; to "
+        "continue, give it a larger patience, or another target"
+    ]
+    stopping.patience = 3
+    assert job.run() > ended
+
+
 def test_a_run_that_it_ended_stays_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The same script, started again, adds no update and says why; with a larger patience it continues."""
     scores, ends = [3.0, 4.0, 4.0, 4.0, 4.0, 4.0], []
