@@ -8,12 +8,14 @@ from contextlib import contextmanager
 import torch
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.internals.of_torch import RunningNorm
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.kinds_of_handlers.handler import check_evaluator
 from ignite_train.ranks import collectives
+from ignite_train.ranks.begin_alike import common_buffers
 from ignite_train.ranks.replicas import mean_over_ranks
 from ignite_train.trainer import Trainer
 
@@ -64,11 +66,11 @@ class ModelSync(Handler):
             evaluator.add_event_handler(Events.STARTED, lambda: self())
 
     def __call__(self) -> None:
-        """Makes them equal now. Collective: one all-reduce, and a broadcast for each other buffer."""
+        """Makes them equal now. Collective: one all-reduce, a small exchange, and a broadcast for each other buffer."""
         averaged = self._average()
         if self._model is not None and collectives.world_size() > 1:
-            for buffer in self._model.buffers():
-                if id(buffer) not in averaged:
+            for buffer in common_buffers(self._model):
+                if id(buffer) not in averaged and not isinstance(buffer, DTensor):
                     collectives.broadcast(buffer)
 
     @contextmanager

@@ -18,6 +18,7 @@ from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.averaged_tensors import averaged_statistics, averaged_tensors, check_alike, move_towards, plain_name
 from ignite_train.model.optimizers import stepped_parameters
 from ignite_train.ranks import collectives
+from ignite_train.ranks.begin_alike import begin_alike
 from ignite_train.ranks.wrapping import unwrap
 from ignite_train.state import TrainState
 from ignite_train.trainer import Trainer
@@ -111,9 +112,7 @@ class MomentumTeacher(Handler):
         self._warn_of_rounding()
         self.teacher.requires_grad_(False)
         if collectives.world_size() > 1:
-            for tensor in (*self.teacher.parameters(), *self.teacher.buffers()):
-                if not isinstance(tensor, DTensor):
-                    collectives.broadcast(tensor)
+            begin_alike(self.teacher)
         if next(self.teacher.buffers(), None) is not None:
             self._held_buffers = trainer.add_event_handler(Events.STARTED, _TeacherBuffers(self.teacher))
         trainer.on_enter.append(self._check)

@@ -39,6 +39,7 @@ from ignite_train.model.precision import Precision, PrecisionName
 from ignite_train.model.reshard import reshard
 from ignite_train.other_words import answers_other_words, made_by
 from ignite_train.ranks import collectives
+from ignite_train.ranks.begin_alike import buffers_of_first_rank
 from ignite_train.ranks.data_ranks import checked_data_dims
 from ignite_train.ranks.messages import RankRequests
 from ignite_train.ranks.placeholders import borrowed_micro_batch
@@ -88,7 +89,7 @@ class Evaluator(Loop):
         self.statistics = Statistics(device, counts=self.data_ranks.counts, keeps_empty=True)
         self._limit: int | None = None
         self._num_empty = 0  # micro-batches that were None, in the latest pass
-        self._around: list[Callable[[], AbstractContextManager[Any]]] = [lambda: collectives.buffers_of_first_rank(this.model)]
+        self._around: list[Callable[[], AbstractContextManager[Any]]] = [lambda: buffers_of_first_rank(this.model)]
         self.scored_weights: list[ScoredWeights] = []
         self._is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self._uneven: Uneven = "replay" if uneven == "all" and self._is_sharded else uneven

@@ -6,26 +6,22 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import ignite.distributed as idist
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from ignite_train.internals.of_distributed import process_groups, sequence_number_of
-from ignite_train.model.in_full import in_full
-from ignite_train.model.memory_layout import as_bytes, own_memory
-from ignite_train.model.micro_batch_rollback import content_of
+from ignite_train.model.memory_layout import as_bytes
 
 __all__ = [
     "StartedSum",
     "any_rank",
     "broadcast",
-    "buffers_of_first_rank",
     "collectives_begun",
     "end_process",
     "everyones",
@@ -197,36 +193,6 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
             if stride == 0:  # an expanded dimension holds one element, which may be written once only
                 tensor, values = tensor.narrow(dimension, 0, 1), values.narrow(dimension, 0, 1)
         tensor.copy_(values)
-
-
-@contextmanager
-def buffers_of_first_rank(module: nn.Module) -> Iterator[None]:
-    """In this `with` every rank has the buffers of rank 0 (running statistics of BatchNorm, say), and afterwards its own.
-
-    A buffer that was the same as on rank 0 keeps what is written into it meanwhile. Entering it is collective and blocking: a
-    broadcast for each buffer, and elsewhere than on rank 0 a look at its values (sync) and memory for a copy of those that
-    differ. Nothing in a single process.
-    """
-    buffers = [one.detach() for one in module.buffers() if not isinstance(one, DTensor)] if world_size() > 1 else []
-    own: list[tuple[Tensor, Tensor]] = []
-
-    def put_back() -> None:
-        for memory, values in reversed(own):  # of two in the same memory, the first was copied before rank 0 wrote
-            memory.copy_(values)
-
-    try:
-        for buffer in buffers:
-            if is_main_rank():
-                broadcast(buffer)
-                continue
-            memory = own_memory(buffer)
-            own.append((memory, memory.clone()))
-            broadcast(buffer)
-            if buffer.is_meta or torch.equal(*map(content_of, own[-1])):  # by bytes: NaN is equal to itself, in all dtypes
-                own.pop()
-        yield
-    finally:
-        in_full(put_back)
 
 
 def collectives_begun() -> int:

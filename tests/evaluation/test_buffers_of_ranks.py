@@ -19,7 +19,7 @@ from bits import bit_by_bit
 from ignite_train import Evaluator, ForwardOutput, UpdateOptions, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint, ModelSync, Validation
 from ignite_train.model.micro_batch_rollback import content_of
-from ignite_train.ranks.collectives import buffers_of_first_rank
+from ignite_train.ranks.begin_alike import buffers_of_first_rank
 from ranks import run_ranks
 
 

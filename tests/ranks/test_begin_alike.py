@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 import meshes
-from ignite_train import ForwardOutput, Trainer, UpdateOptions, create_trainer
+from ignite_train import ForwardOutput, Trainer, UpdateOptions, create_evaluator, create_trainer
+from ignite_train.handlers import ModelSync, MomentumTeacher
 from ranks import Ranks
 
 
@@ -132,3 +134,40 @@ def _with_own(way: str, kind: str) -> bool:
 def test_a_rank_keeps_the_buffers_that_the_others_do_not_have(two: Ranks, kind: str) -> None:
     for way in ("explicit", "fully_shard", "copies"):
         assert all(two.run(partial(_with_own, way), kind)), way
+
+
+def _used_with_own(kind: str) -> list[tuple[list[float], bool]]:
+    """For an evaluation, `ModelSync` and a teacher: the common buffer then, and whether the rank's own ones stayed."""
+    rank = idist.get_rank()
+    model, own = Noisy(0), OWN[kind](rank)
+    for name, buffer in own.items():
+        model.register_buffer(name, buffer)
+    own = {name: buffer.clone() for name, buffer in own.items()}
+    trainer = _trainer(model, "explicit", meshes.mesh_of((2, 1), ("copies", "shards")))
+    found: list[tuple[list[float], bool]] = []
+
+    def note(module: nn.Module) -> None:
+        held = dict(module.named_buffers())
+        found.append((held["noise"].tolist(), all(torch.equal(held[name].to_dense(), own[name].to_dense()) for name in own)))
+
+    def seen(model: nn.Module, x: Tensor) -> ForwardOutput:
+        note(model)
+        return forward(model, x)
+
+    model.get_buffer("noise").fill_(1.0 + rank)
+    create_evaluator(model, seen).run([torch.ones(2, 4)])
+    teacher = copy.deepcopy(model)
+    MomentumTeacher(teacher, model).attach(trainer)
+    note(teacher)
+    sync = ModelSync()
+    sync.attach(trainer, evaluator=create_evaluator(model, forward))
+    sync()
+    note(model)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OWN)
+def test_they_stay_in_an_evaluation_and_where_a_handler_makes_ranks_alike(two: Ranks, kind: str) -> None:
+    for found in two.run(_used_with_own, kind):
+        assert found == [([1.0] * 4, True)] * len(found)
