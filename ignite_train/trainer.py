@@ -638,8 +638,14 @@ class Trainer(Loop):
 
         Raises:
             TypeError: `data` cannot be iterated, or a number is not an integer.
-            ValueError: a number is below 1, or a loader has no length and no `epoch_length` is given.
+            ValueError: a number is below 1, or a loader has no length and no `epoch_length` is given, or with
+                `reduction="elastic"`, where the number of replicas is unknown.
         """
+        if self.replicas.are_elastic:
+            raise ValueError(
+                "total_updates must be left out with reduction='elastic', where the number of replicas to come is unknown; "
+                "limit the run by max_iters= in run, which is then the total"
+            )
         loader: Any = data if data is None else checked_loader(data)
         epochs = positive_int("max_epochs", max_epochs)
         if epoch_length is not None:

@@ -103,6 +103,15 @@ def test_a_search_for_the_rate_is_refused(with_members: Callable[[FewMembers], N
         LearningRateFinder(make).run(loader())
 
 
+def test_the_length_of_a_schedule_is_refused(with_members: Callable[[FewMembers], None]) -> None:
+    """It would be counted from the share of one replica, however many take part."""
+    with_members(FewMembers())
+
+    with pytest.raises(ValueError, match=r"^total_updates .* reduction='elastic', .*max_iters=") as refusal:
+        make().total_updates(loader(), max_epochs=2)
+    assert "\n" not in str(refusal.value)
+
+
 def part_state(few: FewMembers, with_members: Callable[[FewMembers], None], directory: Path) -> tuple[Any, ...]:
     """The end of a run with everything that is allowed beside it."""
     with_members(few)
