@@ -115,7 +115,7 @@ class EarlyStopping(ScoreHandler):
             return
         if collectives.is_main_rank():
             _logger.warning(f"update {trainer.state.iteration}: EarlyStopping ends the run: {reason}{what_to_do}")
-        trainer.terminate(agreed=True)
+        trainer.terminate(agreed=not trainer.replicas.are_elastic)  # each replica has a score of its own
 
     def _reason(self) -> str:
         """Why the run ends; empty if it does not."""

@@ -60,7 +60,7 @@ class MinLearningRate(Handler):
         """Checks the rates that the next update would use."""
         above = any(float(group["lr"]) > self.minimum for group in self.optimizer.param_groups)
         if self._was_above and not above:
-            trainer.terminate(agreed=True)
+            trainer.terminate(agreed=not trainer.replicas.are_elastic)  # each replica has a score of its own
         self._was_above = self._was_above or above
 
     def state_dict(self) -> dict[str, Any]:

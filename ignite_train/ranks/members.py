@@ -79,8 +79,8 @@ class Members:
     state sends it to those that have come, and the update is made again by all of them.
 
     What all of them decide from travels with the questions: how many updates a member has counted, and a digest of its
-    history, which is another one after another sequence of members. The members with the history that most of those that are
-    furthest have continue. Another member that has taken part in the run before has missed an update, and ends with a
+    history, which is another one after another sequence of members or of learning rates. The members with the history that most
+    of those that are furthest have continue. Another member that has taken part in the run before ends with a
     `FellBehindError`; started again it joins as a new one.
 
     A replica may be several ranks of a process group, each with its shards of the model. They are one member: the first rank
@@ -280,9 +280,9 @@ class Members:
         self.sum([table])
         return [_from_bytes(row[:length]) for row, length in zip(table, lengths.tolist(), strict=True)]
 
-    def commit(self, step: int) -> None:
-        """Notes that update `step` has had its effect on this member."""
-        self._history = _digest(self._history, self._key, str(step))
+    def commit(self, step: int, learning_rates: Sequence[float]) -> None:
+        """Notes that update `step` has had its effect on this member, with these rates, which a score may have decided."""
+        self._history = _digest(self._history, self._key, str(step), repr(learning_rates))
 
     # --- a change
 
@@ -386,7 +386,7 @@ class Members:
         """Sees to it that all of them can continue from the state of `newest`, or begin with its state.
 
         Raises:
-            FellBehindError: this replica has missed an update.
+            FellBehindError: this replica has missed an update, or made one otherwise.
             NoQuorumError: the run has ended.
             ValueError: this replica has another number of ranks.
             MembersChangedError: another replica ends for one of these reasons.
@@ -397,9 +397,10 @@ class Members:
         behind = [one for one in participants if not one.data["is_new"] and _place(one) != _place(newest)]
         if mine in behind:
             self.leave()
+            how = "with other members or learning rates" if mine.step == newest.step else "without it"
             raise FellBehindError(
-                f"this replica has counted {mine.step} updates, and the others have continued without it to update "
-                f"{newest.step}; start it again, and it joins them"
+                f"this replica has counted {mine.step} updates, and the others have continued {how} to update {newest.step}; "
+                "start it again, and it joins them"
             )
         strange = [one for one in participants if one.data["num_ranks"] != newest.data["num_ranks"]]
         if mine in strange:
@@ -409,7 +410,7 @@ class Members:
                 f"{mine.data['num_ranks']}; start all of them with the same number"
             )
         if behind or strange:  # they end; to form a group with them would wait for them
-            raise MembersChangedError("a replica has missed an update, or is of another size, and ends")
+            raise MembersChangedError("a replica has another history, or is of another size, and ends")
 
     def _send_state(self, arrivals: Sequence[int]) -> None:
         if not arrivals:

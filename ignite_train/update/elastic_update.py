@@ -96,7 +96,8 @@ class ElasticUpdate(Update):
                 micro_batches = trainer.data.deal_again(place)
                 members.ask(trainer.updates_done)
             else:
-                members.commit(trainer.state.iteration)
+                made = trainer.state.update_output
+                members.commit(trainer.state.iteration, () if made is None else made.learning_rates)
                 return output
 
     def _renew(self, trainer: Trainer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -58,8 +58,9 @@ class FewMembers:
     def renew(self, step: Callable[[], int]) -> None:
         self.restored.append(step())
 
-    def commit(self, step: int) -> None:
+    def commit(self, step: int, learning_rates: Sequence[float]) -> None:
         assert step == self.step + 1
+        assert learning_rates
 
 
 @pytest.fixture

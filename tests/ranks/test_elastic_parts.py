@@ -20,7 +20,9 @@ from test_elastic import ELASTIC, FewMembers, forward, loader, make, with_member
 from torch import nn
 
 from ignite_train import (
+    FellBehindError,
     ForwardOutput,
+    MembersChangedError,
     NoQuorumError,
     ResumableLoader,
     attach_metric,
@@ -35,6 +37,7 @@ from ignite_train.handlers import (
     GradNormConsistency,
     HangWatch,
     LearningRateFinder,
+    MinLearningRate,
     ModelEMA,
     ModelSync,
     OuterOptimizer,
@@ -161,7 +164,7 @@ def test_the_parts_of_a_run_notice_nothing_of_an_update_that_is_made_again(
         few, with_members, tmp_path / "again"
     )
 
-    assert trainer.state.iteration == again.state.iteration == 9  # EarlyStopping has ended both
+    assert trainer.state.iteration == again.state.iteration == 10  # EarlyStopping has asked for the end in update 9, of both
     assert (bad, drawn) == (bad_again, drawn_again)
     assert all(map(torch.equal, values, values_again))
     assert len(predictions) == 5
@@ -275,6 +278,51 @@ def test_a_replica_that_comes_after_a_request_to_stop_ends_with_the_state_of_the
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["EarlyStopping", "MinLearningRate"])
+def test_a_stop_that_a_score_decides_travels_with_the_next_update(
+    with_members: Callable[[FewMembers], None], name: str
+) -> None:
+    """The scores of two replicas may differ in their last bits, so one of them alone may want to stop."""
+    with_members(FewMembers())
+    trainer = make()
+    evaluator = create_evaluator(trainer.model, forward)
+    optimizer = trainer.optimizers["optimizer"]
+    if name == "EarlyStopping":
+        EarlyStopping(evaluator, target=1e9).attach(trainer)
+    else:
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=1e9, mode="max")
+        ReduceOnPlateau(evaluator, schedule, mode="max").attach(trainer)
+        MinLearningRate(optimizer, minimum=0.05).attach(trainer)
+    wanted = list[tuple[int, bool]]()
+    Validation(evaluator, [torch.ones(2, 3, dtype=torch.float64)], sanity=0).attach(
+        trainer, Events.ITERATION_COMPLETED(every=2)
+    )
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda: wanted.append((trainer.state.iteration, trainer.requests.stop))
+    )
+    trainer.run(loader(), max_epochs=9)
+
+    first = next(update for update, stops in wanted if stops)
+    assert trainer.state.iteration == first + 1
+
+
+def test_a_replica_whose_learning_rate_is_another_one_ends() -> None:
+    """The score of an evaluation may differ in its last bits on one device, and so what a handler decides from it."""
+    replicas = [members.Members("http://127.0.0.1:1") for _ in range(3)]
+    for one, rate in zip(replicas, (0.05, 0.1, 0.1), strict=True):
+        one.commit(1, (rate,))
+    told = {"is_new": False, "has_parted": False, "num_ranks": 1}
+    named = [members._Participant(str(number), "", 1, {**told, "history": one._history}) for number, one in enumerate(replicas)]
+    newest = members._newest(named)
+
+    assert newest == 1
+    with pytest.raises(FellBehindError, match="with other members or learning rates to update 1") as refusal:
+        replicas[0]._check_places(named, named[0], named[newest])
+    assert "\n" not in str(refusal.value)
+    with pytest.raises(MembersChangedError):
+        replicas[1]._check_places(named, named[1], named[newest])
+
+
 def test_a_group_that_is_never_formed_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a member that was suspended while the others connected to it: torch would wait for ever."""
     process_group = pytest.importorskip("torchft.process_group", reason="elastic replicas need the extra ignite_train[elastic]")
