@@ -317,10 +317,11 @@ def append_handler(engine: Engine, event: Any, handler: Callable[..., Any]) -> R
 
 
 def occasions(engine: Engine) -> Iterator[tuple[Any, str, str]]:
-    """The handlers that are attached to an engine of ours: each with the name of its event, and its filter in words."""
+    """The handlers that are attached to an engine: each with the name of its event, and on ours with its filter in words."""
     for event, entries in handlers_by_event(engine).items():
         for handler, _, _ in entries:
-            yield inspect.unwrap(handler), event.name if isinstance(event, EventEnum) else str(event), _filter_in_words(handler)
+            name = event.name if isinstance(event, CallableEventWithFilter) else str(event)
+            yield inspect.unwrap(handler), name, _filter_in_words(handler)
 
 
 def _filter_in_words(handler: Any) -> str:

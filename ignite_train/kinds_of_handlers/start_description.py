@@ -11,7 +11,7 @@ from torch import nn
 
 from ignite_train.data.description import dealt_order
 from ignite_train.engine.attachable import Attachable, owner_of
-from ignite_train.engine.dispatch import attached, is_of_library, occasions
+from ignite_train.engine.dispatch import attachables, attached, is_of_library, occasions
 from ignite_train.evaluation.uneven_metrics import published_metric, waits_for_ranks
 from ignite_train.ranks.unlike_ranks import Description, described_model
 from ignite_train.ranks.wrapping import own_buffers, own_parameters
@@ -29,7 +29,8 @@ def start_description(trainer: Trainer) -> Description:
     """Settings, limits, what waits for other ranks, parameters by name, and what ranks match by its place.
 
     That is the order of samples that are dealt out, of parameters and buffers, of collective handlers and metrics of Ignite at
-    an event, and of what travels with an update. See `Attachable.is_collective` about handlers.
+    an event of the trainer or of an evaluator that a handler runs, and of what travels with an update. See
+    `Attachable.is_collective` about handlers.
     """
     description: dict[str, str] = {}
     update = vars(trainer.process)  # of an `Update`, whose folder this one does not import
@@ -97,14 +98,19 @@ def _described_handlers(trainer: Trainer) -> dict[str, str]:
 
 
 def _orders(trainer: Trainer) -> dict[str, list[str]]:
-    """All that waits for other ranks at an event, or travels with each update; ranks match it by its place."""
+    """All that waits for other ranks at an event, or travels with each update; ranks match it by its place.
+
+    Also at the events of the evaluators that attached handlers run.
+    """
     found: dict[str, list[str]] = {"what travels with each update": [type(one).__name__ for one in trainer.piggybacks]}
-    for (_, function, args), (_, event, _) in zip(attached(trainer), occasions(trainer), strict=True):
-        place = f"what waits for other ranks at {event}"
-        owner = owner_of(function)
-        published = published_metric(function, args)
-        if isinstance(owner, Attachable) and owner.is_collective:
-            found.setdefault(place, []).append(type(owner).__name__)
-        elif published is not None and waits_for_ranks(published[1]):
-            found.setdefault(place, []).append(f"{type(published[1]).__name__} {published[0]!r}")
+    evaluators = [(evaluator, " of an evaluator") for owner in attachables(trainer) for evaluator in owner.runs()]
+    for engine, whose in ((trainer, ""), *evaluators):
+        for (_, function, args), (_, event, _) in zip(attached(engine), occasions(engine), strict=True):
+            place = f"what waits for other ranks at {event}{whose}"
+            owner = owner_of(function)
+            published = published_metric(function, args)
+            if isinstance(owner, Attachable) and owner.is_collective:
+                found.setdefault(place, []).append(type(owner).__name__)
+            elif published is not None and waits_for_ranks(published[1]):
+                found.setdefault(place, []).append(f"{type(published[1]).__name__} {published[0]!r}")
     return found

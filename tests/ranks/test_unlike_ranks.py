@@ -11,7 +11,7 @@ from typing import Any
 import ignite.distributed as idist
 import pytest
 import torch
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 from ignite.metrics import Average, GpuInfo, Metric, RunningAverage
 from ignite.metrics.metric import sync_all_reduce
 from torch import nn
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 import cuts
 from ignite_train import (
+    Evaluator,
     ForwardOutput,
     ResumableLoader,
     ShardedSampler,
@@ -55,8 +56,10 @@ def make(model: nn.Module | None = None, **settings: Any) -> Trainer:
     return create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), cuts.forward, **settings)
 
 
-def validate(trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
-    Validation(create_evaluator(cuts.linear(), cuts.forward), cuts.shard([[2], [2]])).attach(trainer, event)
+def validate(trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> Evaluator:
+    evaluator = create_evaluator(cuts.linear(), cuts.forward)
+    Validation(evaluator, cuts.shard([[2], [2]])).attach(trainer, event)
+    return evaluator
 
 
 def other_settings(rank: int) -> Trainer:
@@ -209,6 +212,26 @@ def checkpoint_on_one(rank: int) -> Trainer:
     return trainer
 
 
+def metric_of_evaluator_on_one(rank: int) -> Trainer:
+    trainer = make()
+    evaluator = validate(trainer)
+    evaluator.add_event_handler(Events.EPOCH_COMPLETED(every=1 + rank), lambda: None)  # the script's own may differ
+    if rank == 0:
+        evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: None)
+        average().attach(evaluator, "average")
+    return trainer
+
+
+def running_metric_of_evaluator_on_one(rank: int) -> Trainer:
+    """Of one of Ignite's own engines, where another handler of that event has a filter, which no process has alike."""
+    trainer, evaluator = make(), Engine(lambda _, batch: len(batch))
+    evaluator.add_event_handler(Events.ITERATION_COMPLETED(every=2), lambda: None)
+    Validation(evaluator, [[1]], score="number", mode="max").attach(trainer)
+    if rank == 0:
+        RunningAverage(output_transform=float).attach(evaluator, "running")
+    return trainer
+
+
 SET = "(a set has another order in each process)"
 SAID = {
     other_settings: "got accumulation_steps: 2 on rank 0 and 3 on rank 1; give",
@@ -223,6 +246,8 @@ SAID = {
     other_order_of_buffers: "got place 1 of the buffers: heads.a.running_mean on rank 0 and heads.b.running_mean on rank 1 (a",
     other_order_of_metrics: f"ranks at EPOCH_COMPLETED: Average 'one' on rank 0 and Average 'two' on rank 1 {SET}; give",
     metric_on_one: "place 1 of what waits for other ranks at EPOCH_COMPLETED: Average 'average' on rank 0 and none on rank 1;",
+    metric_of_evaluator_on_one: "for other ranks at EPOCH_COMPLETED of an evaluator: Average 'average' on rank 0 and none",
+    running_metric_of_evaluator_on_one: "ITERATION_COMPLETED of an evaluator: RunningAverage 'running' on rank 0 and none on",
     metric_of_predictions_on_one: "other ranks at EPOCH_COMPLETED: Average 'average' on rank 0 and none on rank 1; give",
     metric_of_ones_own_on_one: "EPOCH_COMPLETED: MetricsLambda 'twice the largest' on rank 0 and none on rank 1; give",
     metrics_in_part_the_same: "ranks at EPOCH_COMPLETED: Average 'one' on rank 0 and Average 'ten' on rank 1; give",
