@@ -24,6 +24,7 @@ from ignite_train.model.in_full import in_full
 from ignite_train.model.modes import modes_of, set_modes
 from ignite_train.model.random_state import generators_within, get_generator_state, kept_random_state, set_generator_states
 from ignite_train.ranks import collectives
+from ignite_train.ranks.agreed_score import agreed_score
 from ignite_train.trainer import Trainer
 
 __all__ = ["Validation"]
@@ -44,11 +45,11 @@ class Validation(Handler):
     """Runs an evaluator over a loader and keeps the best score. Collective: all ranks must attach it.
 
     Results are in `evaluator.state.metrics`, from which loggers read that know the evaluator. If two events fire after the
-    same update, such as the end of an epoch and every N updates, it validates once.
+    same update, such as the end of an epoch and every N updates, it validates once. The score is that of rank 0 on all ranks.
 
     Args:
-        evaluator: from `create_evaluator`, or any other engine of Ignite whose metrics are equal on all ranks; one for each
-            loader. What is attached to it and has a state, such as `EarlyStopping`, is in the checkpoints of the run.
+        evaluator: from `create_evaluator`, or any other engine of Ignite; one for each loader. What is attached to it and has a
+            state, such as `EarlyStopping`, is in the checkpoints of the run.
         loader: held-out micro-batches; the ranks' shares may differ. An iterator serves for one validation.
         score: the metric that decides which parameters are best; None: the one that the other handlers of this evaluator, such
             as `EarlyStopping` and `Checkpoint`, follow where they follow one alone, and otherwise the loss.
@@ -144,7 +145,7 @@ class Validation(Handler):
             except Exception as error:
                 error.add_note(f"in Validation, after update {update}")
                 raise
-            score = score_in(metrics, self.score)
+            score = agreed_score(metrics, self.score)
         if math.isnan(score):
             _logger.warning(f"update {update}: the validation's {self.score} is NaN; the best so far stays {self.best}")
         if is_better(score, self.best, self.mode):

@@ -11,8 +11,9 @@ from ignite.engine import Engine, Events
 from ignite_train.arguments import COUNT, TEXT, check_fields, optional
 from ignite_train.engine.dispatch import append_handler
 from ignite_train.kinds_of_handlers.handler import Handler, check_evaluator
-from ignite_train.metrics import refuse_other_mode, score_in, score_mode
+from ignite_train.metrics import refuse_other_mode, score_mode
 from ignite_train.ranks import collectives
+from ignite_train.ranks.agreed_score import agreed_score
 from ignite_train.trainer import Trainer
 
 __all__ = ["ScoreHandler"]
@@ -81,10 +82,10 @@ class ScoreHandler(Handler):
         self._latest_update = state_dict["latest_update"]
 
     def _after_evaluation(self, evaluator: Engine) -> None:
-        metrics, update = evaluator.state.metrics, self._trainer.updates_done
+        update = self._trainer.updates_done
         if update in (0, self._latest_update):
             return
-        score = collectives.gather_objects(score_in(metrics, self.score))[0]
+        score = agreed_score(evaluator.state.metrics, self.score)
         self._latest_update = update
         self.on_score(self._trainer, score)
 
