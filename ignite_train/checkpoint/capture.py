@@ -106,9 +106,10 @@ def _capture(run: SavedRun, generators: dict[str, Any]) -> Contents:
         own = {name: encoder.encode(value, (name,)) for name, value in own_state.items()}
     except CheckpointError as error:
         failure = failure or error
+    entries = _what_can_be_stored(run, objects, encoder.tensors)  # before an error: the state of a metric is collective
     if failure is not None:
         return Contents({}, {}, failure)
-    own |= _what_can_be_stored(run, objects, encoder.tensors)
+    own |= entries
     tensors |= {name: own_piece(tensor, everything=True) for name, tensor in encoder.tensors.items()}
     pieces = {name: piece for name, piece in tensors.items() if piece is not None}
     keys = _frozen_tensors(objects, trees) & pieces.keys() if run.frozen_once else set()

@@ -49,6 +49,7 @@ from ignite_train import (
     TrainEvents,
     WarmUpSchedule,
     attach_defaults,
+    attach_metric,
     create_evaluator,
     create_trainer,
 )
@@ -1463,9 +1464,11 @@ def test_metrics_of_other_ranks_begin_anew(before: int, after: int, tmp_path: Pa
     assert [state["started"] for state in states] == [[updates]] * after
 
 
-def locked(directory: str) -> tuple[str, int]:
+def locked(directory: str, with_metric: bool) -> tuple[str, int]:
     """The error of a run in which only rank 1 has something that cannot be stored, and the updates that it did."""
     trainer, _ = make(reduction="explicit")
+    if with_metric:  # whose state is gathered
+        attach_metric(trainer, Average(), "mean")
     own = Remembers({"lock": threading.Lock() if idist.get_rank() else None})
     Checkpoint(directory, every=2, to_save={"own": own}).attach(trainer)
     with pytest.raises(CheckpointError) as error:
@@ -1474,9 +1477,10 @@ def locked(directory: str) -> tuple[str, int]:
 
 
 @pytest.mark.slow
-def test_what_one_rank_cannot_store_fails_on_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_metric", [False, True])
+def test_what_one_rank_cannot_store_fails_on_all(tmp_path: Path, with_metric: bool) -> None:
     """With the same message, before the first update, and no rank is left waiting for it."""
-    first, second = run_ranks(locked, str(tmp_path))
+    first, second = run_ranks(locked, str(tmp_path), with_metric)
     assert first == second
     assert "trying to write a checkpoint failed: rank 1, CheckpointError: to_save/own['lock'] cannot be stored" in first[0]
     assert first[1] == 0
