@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from ignite.engine import Events, RemovableEventHandle
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ignite_train.arguments import describe, real_number
 from ignite_train.engine.dispatch import attached

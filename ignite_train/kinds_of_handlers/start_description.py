@@ -12,7 +12,7 @@ from torch import nn
 from ignite_train.data.description import dealt_order
 from ignite_train.engine.attachable import Attachable, owner_of
 from ignite_train.engine.dispatch import attachables, attached, is_of_library, occasions
-from ignite_train.evaluation.uneven_metrics import published_metric, waits_for_ranks
+from ignite_train.evaluation.uneven_metrics import MetricHolder, published_metric, waits_for_ranks
 from ignite_train.ranks.unlike_ranks import Description, described_model
 from ignite_train.ranks.wrapping import own_buffers, own_parameters
 from ignite_train.trainer import Trainer
@@ -111,6 +111,6 @@ def _orders(trainer: Trainer) -> dict[str, list[str]]:
             published = published_metric(function, args)
             if isinstance(owner, Attachable) and owner.is_collective:
                 found.setdefault(place, []).append(type(owner).__name__)
-            elif published is not None and waits_for_ranks(published[1]):
+            elif published is not None and (isinstance(owner, MetricHolder) or waits_for_ranks(published[1])):
                 found.setdefault(place, []).append(f"{type(published[1]).__name__} {published[0]!r}")
     return found
