@@ -486,14 +486,18 @@ def _refuse_other_than_pairs(trainer: Trainer) -> Trainer:
 
 def _num_targets(x: Any, y: Any) -> int:
     """How many samples have a target in `y`; refuses several targets of each sample, whose number is another one."""
-    parts = x.values() if isinstance(x, Mapping) else [x]
-    lengths = [len(part) for part in parts if isinstance(part, Tensor) and part.dim()]
-    if isinstance(y, Mapping) or (isinstance(y, (list, tuple)) and lengths and len(y) not in lengths):
+    inputs = x.values() if isinstance(x, Mapping) else x if isinstance(x, (list, tuple)) else [x]
+    of_x, of_y = ({*map(_first_size, several)} - {len(y)} for several in (inputs, y if isinstance(y, (list, tuple)) else ()))
+    if isinstance(y, Mapping) or (len(of_y) == 1 and of_y <= of_x - {None}):
         raise TypeError(
             f"y must be a tensor, or a list with a target for each sample, got {_kind_of_batch(y):.80}; for several targets "
             "use create_trainer, whose forward says how many samples there are"
         )
     return len(y)
+
+
+def _first_size(part: Any) -> int | None:
+    return part.size(0) if isinstance(part, Tensor) and part.dim() else None
 
 
 def _kind_of_batch(batch: Any) -> str:

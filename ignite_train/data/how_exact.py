@@ -70,8 +70,8 @@ def _doubts_of_samples(loader: Iterable[Any]) -> Iterator[str]:
         name = path.removeprefix("_dataset.")
         yield (
             f"the workers of the {type(loader).__name__} have copies of the generator {name!r} of the dataset: what a sample "
-            "draws from it differs after resuming; give the dataset a method seed_sample(seed) that seeds it for the sample "
-            "that is fetched next"
+            "draws from it differs after resuming, unless the sample seeds it; give the dataset a method seed_sample(seed) "
+            "that seeds it for the sample that is fetched next"
         )
 
 

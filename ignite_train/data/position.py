@@ -359,9 +359,10 @@ class DataPosition:
         return found
 
 
-def _is_opened_again(name: Any, value: Any) -> bool:
-    """Whether this attribute is a sampler or a source that a pipeline of nodes reads again up to its place."""
-    return name in ("sampler", "iterable") and not isinstance(value, Stateful)
+def _is_opened_again(owner: Any, name: Any, value: Any) -> bool:
+    """Whether this attribute of a node of torchdata is a sampler or a source that the node reads again up to its place."""
+    is_node = any(kind.__module__.startswith("torchdata.") for kind in type(owner).__mro__)
+    return is_node and name in ("sampler", "iterable") and not isinstance(value, Stateful)
 
 
 def _pass_of(loader: Iterable[Any]) -> object:

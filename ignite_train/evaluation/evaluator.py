@@ -89,6 +89,7 @@ class Evaluator(Loop):
         self.statistics = Statistics(device, counts=self.data_ranks.counts, keeps_empty=True)
         self._limit: int | None = None
         self._num_empty = 0  # micro-batches that were None, in the latest pass
+        self._counted = ""  # a metric for which no rank may have such a one
         self._around: list[Callable[[], AbstractContextManager[Any]]] = [lambda: buffers_of_first_rank(this.model)]
         self.scored_weights: list[ScoredWeights] = []
         self._is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -182,6 +183,8 @@ class Evaluator(Loop):
     def _open(self, data: Iterable[Any]) -> _Whole:
         opened = open_loader(data)
         self._num_empty = 0
+        counts = collectives.world_size() > 1 and self._uneven not in ("shortest", "error")
+        self._counted = next(iter(waiting_metrics_at(self, Events.ITERATION_COMPLETED)), "") if counts else ""
         micro_batches: Iterator[Any] = filter(self._has_samples, islice(opened, self._limit))
         if self._uneven != "all":
             micro_batches = _in_step(micro_batches, self._uneven, self._run_placeholder, lends=self._is_sharded)
@@ -189,8 +192,15 @@ class Evaluator(Loop):
 
     def _has_samples(self, micro_batch: Any) -> bool:
         """Whether it is not a None, which is a micro-batch without samples."""
-        self._num_empty += micro_batch is None
-        return micro_batch is not None
+        if micro_batch is not None:
+            return True
+        if self._counted:
+            raise ValueError(
+                f"a micro-batch must not be None beside metric {self._counted!r}, which is reduced after each micro-batch; "
+                "attach it with usage=EpochWise(), or leave out None in the loader"
+            )
+        self._num_empty += 1
+        return False
 
     def _run_placeholder(self, micro_batch: Any) -> None:
         """Runs forward only so that the others' collectives complete: nothing of it counts."""
@@ -244,7 +254,8 @@ class Evaluator(Loop):
         totals = self.statistics.finish(norm=0.0)
         if totals.sample_size == 0:
             hint = without_full_batch(self.state.dataloader)
-            raise ValueError(f"data must hold at least one sample on some rank, got none: Σsample_size is 0{hint}")
+            empty = f"; {self._num_empty} micro-batches were None and are left out" if self._num_empty else ""
+            raise ValueError(f"data must hold at least one sample on some rank, got none: Σsample_size is 0{empty}{hint}")
         self.state.metrics["loss"] = totals.loss / totals.sample_size
         for name, value in totals.logs.items():
             weight = totals.log_weights.get(name, totals.sample_size)

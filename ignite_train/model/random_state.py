@@ -257,11 +257,11 @@ def seed_random_state(*key: int | str) -> int:
     return seed
 
 
-def generators_within(owner: Any, without: Callable[[Any, Any], bool] | None = None) -> dict[str, Generator]:
+def generators_within(owner: Any, without: Callable[[Any, Any, Any], bool] | None = None) -> dict[str, Generator]:
     """The generators that `owner`, a loader say, and the objects in its attributes hold, by the names that lead there.
 
     The generators of the process are left out. So are those in closures, in large containers and in a pass that is under way,
-    and those within the attributes for which `without(name, value)` is true.
+    and those within the attributes for which `without(object, name, value)` is true.
     """
     found: dict[str, Generator] = {}
     queue: list[tuple[tuple[Any, ...], Any]] = [((), owner)]
@@ -271,7 +271,7 @@ def generators_within(owner: Any, without: Callable[[Any, Any], bool] | None = N
             found[".".join(map(str, path))] = value
             continue
         for name, entry in _attributes(value).items():
-            if without is not None and without(name, entry):
+            if without is not None and without(value, name, entry):
                 continue
             if len(queue) < _MAX_OBJECTS and entry is not None and id(entry) not in seen and not isinstance(entry, _NO_OWNERS):
                 seen.add(id(entry))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_train.internals.of_torch import step_pre_hooks_of, step_pre_hooks_of_all, version_of
+from ignite_train.model.composed_tensor import is_composed
 from ignite_train.model.magnitude import magnitude
 from ignite_train.model.memory_layout import local_part
 from ignite_train.model.optimizers import Optimizers, each_optimizer, is_torchs, is_wrapped_by_scheduler, labelled_optimizers
@@ -238,9 +239,9 @@ class _Watched:
 
     @torch.no_grad()
     def _sums(self) -> list[Tensor]:
-        """The magnitude of each parameter that is trained, or of this rank's shard of it; not read."""
+        """The magnitude of each parameter, or of this rank's shard; not read. Quantised weights that are frozen have none."""
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        return [magnitude(local_part(one.detach())) for one in parameters if one.requires_grad]
+        return [magnitude(local_part(one.detach())) for one in parameters if one.requires_grad or not is_composed(one)]
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:

@@ -111,6 +111,7 @@ class MeshCrossing(Crossing):
         if not _are_same(trainable, self._planned):
             self._make_plan([parameter for parameter, _ in trainable])
             self._planned = trainable
+        if len(trainable) < len(gradients.parameters()):
             gradients.drop_frozen()
         for parameter, _ in trainable:
             gradient = parameter.grad

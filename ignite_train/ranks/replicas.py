@@ -90,13 +90,15 @@ class ReplicasCrossing(Crossing):
 
     def _make_plan(self, gradients: Gradients, device: torch.device) -> None:
         """Cuts the trainable parameters into buckets; again only when those, or the dtypes of gradients, are others."""
-        trainable = [parameter for parameter in gradients.parameters() if parameter.requires_grad]
+        stepped = gradients.parameters()
+        trainable = [parameter for parameter in stepped if parameter.requires_grad]
+        if len(trainable) < len(stepped):
+            gradients.drop_frozen()
         dtypes = [*map(_grad_dtype, trainable)]
         if dtypes == self._dtypes and all(map(operator.is_, trainable, self._planned)):
             return
         self._planned, self._dtypes = trainable, dtypes
         self._compare_new(gradients)
-        gradients.drop_frozen()
         known = sparse_parameters(self.module)
         sparse = [parameter for parameter in trainable if parameter in known]
         trainable = [parameter for parameter in trainable if parameter not in known]

@@ -120,7 +120,9 @@ def freeze_within(way: str) -> dict[str, list[list[float]]]:
         accumulation_steps=2,
         options=options,
     )
-    trainer.add_event_handler(TrainEvents.MICRO_BATCH_STARTED(once=4), lambda: model["b"].requires_grad_(False))
+    for count in (4, 6):  # the second of two micro-batches
+        trainer.add_event_handler(TrainEvents.MICRO_BATCH_STARTED(once=count), lambda: model["b"].requires_grad_(False))
+    trainer.add_event_handler(TrainEvents.MICRO_BATCH_STARTED(once=5), lambda: model["b"].requires_grad_(True))
     seen: dict[str, list[list[float]]] = {key: [] for key in POWERS}
 
     @trainer.on(Events.ITERATION_COMPLETED)
