@@ -188,7 +188,7 @@ class _Found:
         if problem is None and self._drawn_indices is not None and not self._drawn_indices.were_all(number):
             problem = ValueError(
                 f"evaluator must run on all micro-batches of the loader, and ended after {number}; make it with "
-                "uneven='replay' and not 'shortest', do not terminate it, and have the loader give no None"
+                "uneven='replay' and not 'shortest', and do not terminate it"
             )
         try:
             return problem, self._keys, _cat(self._outputs) if self._outputs and problem is None else None

@@ -118,11 +118,7 @@ class Validation(Handler):
                 "have the same names; make a second evaluator with create_evaluator for each loader, or remove the first "
                 "Validation with handle.remove(), where handle is what its attach returned"
             )
-        if is_read_once(self.loader):
-            if event is Events.EPOCH_COMPLETED:
-                trainer.add_event_handler(Events.STARTED, self._refuse_iterator)
-        elif self.sanity and not isinstance(self.loader, Iterator):  # which it would use up
-            trainer.add_event_handler(Events.STARTED, self._rehearse)
+        trainer.add_event_handler(Events.STARTED, self._begin, event is Events.EPOCH_COMPLETED)
         return trainer.add_evaluation_handler(event, self)
 
     def __call__(self, trainer: Trainer) -> None:
@@ -193,15 +189,21 @@ class Validation(Handler):
             in_full(partial(set_modes, modes, since=evaluated))
         return dict(state.metrics)
 
-    def _refuse_iterator(self, trainer: Trainer) -> None:
-        """Refuses an iterator that the ends of several epochs would read, before the first of them."""
+    def _begin(self, trainer: Trainer, is_at_epochs: bool) -> None:  # noqa: FBT001  # as Ignite calls it
+        """Refuses an iterator that the ends of several epochs would read, before the first of them; and rehearses."""
         state = trainer.state
-        if state.max_epochs is not None:
+        if is_at_epochs and is_read_once(self.loader) and state.max_epochs is not None:
             refuse_used_iterator(self.loader, state.max_epochs - state.epoch + trainer.progress.epoch_open, name=_LOADER)
+        self._rehearse(trainer)
 
     def _rehearse(self, trainer: Trainer) -> None:
-        """Evaluates a few micro-batches, unless the run continues, where it has worked."""
-        if trainer.state.iteration > 0:
+        """Evaluates a few micro-batches, unless the run continues, where it has worked.
+
+        All ranks go the same way, also where the loader of one of them is an iterator, which this would use up, or a handler is
+        attached on one of them only, as a progress bar is on rank 0.
+        """
+        leaves_out = not self.sanity or isinstance(self.loader, Iterator)
+        if trainer.state.iteration > 0 or collectives.any_rank(leaves_out):
             return
         self._choose_score(trainer)
         evaluator = self.evaluator
@@ -213,15 +215,15 @@ class Validation(Handler):
             append_handler(evaluator, Events.EPOCH_COMPLETED, self._skip_completed),
             without_handlers(evaluator, self._is_left_out) as left_out,
         ):
-            # All ranks go the same way, also where a handler is attached on one of them only, as a progress bar is on rank 0.
             comes_before = any(event in _BEFORE_FORWARD for event in left_out)
             prepares = any(event not in _AFTER_METRICS for event in left_out)  # what metrics and the score may need
-            comes_before, prepares = (number > 0 for number in collectives.largest(comes_before, prepares))
+            numbers = collectives.largest(comes_before, prepares, bool(left_out))
+            comes_before, prepares, is_part = (number > 0 for number in numbers)
             if comes_before:
                 return
             with without_handlers(evaluator, lambda _, handler: prepares and isinstance(owner_of(handler), Metric)):
                 names = (self.score, *(name for name, _ in self._scores_of_others(trainer)))
-                self._try_out(trainer, () if prepares else dict.fromkeys(names), is_whole=not left_out)
+                self._try_out(trainer, () if prepares else dict.fromkeys(names), is_whole=not is_part)
 
     def _try_out(self, trainer: Trainer, scores: Iterable[str], *, is_whole: bool) -> None:
         """Evaluates some micro-batches, and looks for scores. Without all handlers some may be missing, which they publish."""

@@ -49,6 +49,8 @@ from ignite_train.state import EvaluatorState
 
 __all__ = ["Evaluator", "create_evaluator", "kept_state"]
 
+_END = object()  # of a loader, which may give None
+
 
 class Evaluator(Loop):
     """An Ignite engine that runs `forward` without gradients over a loader; `create_evaluator` makes it.
@@ -88,8 +90,6 @@ class Evaluator(Loop):
         self.transfer, self.precision = ToDevice(device), Precision(precision, device)
         self.statistics = Statistics(device, counts=self.data_ranks.counts, keeps_empty=True)
         self._limit: int | None = None
-        self._num_empty = 0  # micro-batches that were None, in the latest pass
-        self._counted = ""  # a metric for which no rank may have such a one
         self._around: list[Callable[[], AbstractContextManager[Any]]] = [lambda: buffers_of_first_rank(this.model)]
         self.scored_weights: list[ScoredWeights] = []
         self._is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -118,7 +118,7 @@ class Evaluator(Loop):
         """Evaluates once over `data`. Collective: all ranks call it, also a rank without data.
 
         Args:
-            data: a loader of micro-batches; ranks may have different numbers, or none. A None is left out.
+            data: a loader of micro-batches; ranks may have different numbers, or none.
             max_epochs: 1 or None: an evaluation is one pass.
             max_iters: stop after this many micro-batches of each rank.
             epoch_length: the same as `max_iters`.
@@ -182,25 +182,10 @@ class Evaluator(Loop):
 
     def _open(self, data: Iterable[Any]) -> _Whole:
         opened = open_loader(data)
-        self._num_empty = 0
-        counts = collectives.world_size() > 1 and self._uneven not in ("shortest", "error")
-        self._counted = next(iter(waiting_metrics_at(self, Events.ITERATION_COMPLETED)), "") if counts else ""
-        micro_batches: Iterator[Any] = filter(self._has_samples, islice(opened, self._limit))
+        micro_batches: Iterator[Any] = islice(opened, self._limit)
         if self._uneven != "all":
             micro_batches = _in_step(micro_batches, self._uneven, self._run_placeholder, lends=self._is_sharded)
         return _Whole(micro_batches, opened)
-
-    def _has_samples(self, micro_batch: Any) -> bool:
-        """Whether it is not a None, which is a micro-batch without samples."""
-        if micro_batch is not None:
-            return True
-        if self._counted:
-            raise ValueError(
-                f"a micro-batch must not be None beside metric {self._counted!r}, which is reduced after each micro-batch; "
-                "attach it with usage=EpochWise(), or leave out None in the loader"
-            )
-        self._num_empty += 1
-        return False
 
     def _run_placeholder(self, micro_batch: Any) -> None:
         """Runs forward only so that the others' collectives complete: nothing of it counts."""
@@ -216,7 +201,6 @@ class Evaluator(Loop):
         self._warn_of_metrics_with_my_names()
         with uneven_metrics(self, has_data=given > 0):
             super()._close_epoch(started)
-        given += self._num_empty
         if length is not None and given < length:  # now, since a warning may be an error
             warnings.warn(
                 f"the loader of the evaluation has len() {length} and gave {given} micro-batches, of which its metrics are; "
@@ -254,8 +238,7 @@ class Evaluator(Loop):
         totals = self.statistics.finish(norm=0.0)
         if totals.sample_size == 0:
             hint = without_full_batch(self.state.dataloader)
-            empty = f"; {self._num_empty} micro-batches were None and are left out" if self._num_empty else ""
-            raise ValueError(f"data must hold at least one sample on some rank, got none: Σsample_size is 0{empty}{hint}")
+            raise ValueError(f"data must hold at least one sample on some rank, got none: Σsample_size is 0{hint}")
         self.state.metrics["loss"] = totals.loss / totals.sample_size
         for name, value in totals.logs.items():
             weight = totals.log_weights.get(name, totals.sample_size)
@@ -301,8 +284,8 @@ def _in_step(
     """
     dummy, number = None, 0
     while True:
-        micro_batch, number = next(micro_batches, None), number + 1
-        lacks = micro_batch is None
+        micro_batch, number = next(micro_batches, _END), number + 1
+        lacks = micro_batch is _END
         some_lack, some_have = (flag > 0 for flag in collectives.largest(lacks, not lacks))
         if not some_have or (some_lack and uneven == "shortest"):
             return
@@ -313,7 +296,7 @@ def _in_step(
             )
         dummy = dummy if lacks else micro_batch
         if some_lack and (lends or number == 1):
-            dummy = borrowed_micro_batch(micro_batch)
+            dummy = borrowed_micro_batch(None if lacks else micro_batch)
         if lacks:
             run_placeholder(dummy)
         else:

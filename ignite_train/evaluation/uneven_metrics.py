@@ -54,16 +54,19 @@ def published_metric(handler: Any, args: tuple[Any, ...]) -> tuple[str, Metric] 
 def waits_for_ranks(metric: Metric) -> bool:
     """Whether a metric is reduced over the ranks when it computes, as Ignite's are; one of a script's own need not be.
 
-    A function of other metrics is, if any of these is. A class of a script's own is, if its `compute` is decorated by
-    Ignite's `sync_all_reduce`, or is Ignite's.
+    A function of other metrics is, if any of these is. A class of a script's own is, if its `compute`, or that of a class which
+    it derives from and may call, is decorated by Ignite's `sync_all_reduce`, or is Ignite's.
     """
     if isinstance(metric, MetricsLambda):
         return any(waits_for_ranks(one) for one in (*metric.args, *metric.kwargs.values()) if isinstance(one, Metric))
     if isinstance(metric, RunningAverage) and isinstance(metric.src, Metric):
         return waits_for_ranks(metric.src)
-    compute = type(metric).compute
-    is_decorated = inspect.unwrap(compute) is not compute
-    return is_decorated or (compute.__module__.startswith("ignite.") and not isinstance(metric, GpuInfo))
+    kinds = type(metric).__mro__[: type(metric).__mro__.index(Metric)]
+    return any(_waits(vars(kind)["compute"]) for kind in kinds if "compute" in vars(kind) and kind is not GpuInfo)
+
+
+def _waits(compute: Any) -> bool:
+    return inspect.unwrap(compute) is not compute or compute.__module__.startswith("ignite.")
 
 
 def metrics_published_at(engine: Engine, event: Any) -> dict[str, Metric]:
@@ -85,27 +88,30 @@ def uneven_metrics(engine: Engine, *, has_data: bool) -> Iterator[bool]:
     data has no shape, or raises an error while the others wait. Here the ranks with data compute among themselves,
     tensors that they gather may differ in length, and a rank without data takes over what they have found. An error on one rank
     is raised on all. It costs one gathering of small objects for all metrics together, one for each, and one for each
-    collective of a metric; nothing in a single process or without metrics.
+    collective of a metric; nothing in a single process. A metric that does not wait for other ranks, such as `GpuInfo`, may be
+    attached on some of them only, and is computed there.
 
     Args:
         engine: whose metrics they are.
         has_data: whether the metrics have seen a micro-batch on this rank.
 
     Yields:
-        Whether metrics can be computed: some rank has shown them a micro-batch (this one, if none of them waits for others), or
-            `engine` publishes no metric.
+        Whether metrics can be computed: some rank has shown them a micro-batch, or `engine` publishes no metric.
 
     Raises:
         ValueError: the ranks attached different metrics, or a metric could not be computed on one; the same on all ranks.
     """
-    metrics = waiting_metrics_at(engine, Events.EPOCH_COMPLETED)
-    if collectives.world_size() == 1 or not metrics:
-        yield has_data or not metrics_published_at(engine, Events.EPOCH_COMPLETED)
+    metrics = metrics_published_at(engine, Events.EPOCH_COMPLETED)
+    if collectives.world_size() == 1:
+        yield has_data or not metrics
         return
-    everyones = collectives.gather_objects((has_data, [(name, type(metric).__name__) for name, metric in metrics.items()]))
-    if any(theirs != everyones[0][1] for _, theirs in everyones):
-        table = ", ".join(f"rank {rank}: {[name for name, _ in theirs]}" for rank, (_, theirs) in enumerate(everyones))
+    mine = [(name, type(metric).__name__, waits_for_ranks(metric)) for name, metric in metrics.items()]
+    everyones = collectives.gather_objects((has_data, mine))
+    waiting = [[one for one in theirs if one[-1]] for _, theirs in everyones]
+    if any(theirs != waiting[0] for theirs in waiting):
+        table = ", ".join(f"rank {rank}: {[name for name, *_ in theirs]}" for rank, theirs in enumerate(waiting))
         raise ValueError(f"metrics must be attached alike on all ranks, since they reduce together, got {table}")
+    of_all = [name for name, *rest in mine if all((name, *rest) in theirs for _, theirs in everyones)]
     with_data = [rank for rank, (has, _) in enumerate(everyones) if has]
     ranks = with_data or [*range(len(everyones))]
 
@@ -114,9 +120,9 @@ def uneven_metrics(engine: Engine, *, has_data: bool) -> Iterator[bool]:
             vars(metric).pop("compute", None)
 
     try:
-        for name, metric in metrics.items():
-            vars(metric)["compute"] = _Together(name, metric, ranks)
-        yield bool(with_data)
+        for name in of_all:
+            vars(metrics[name])["compute"] = _Together(name, metrics[name], ranks)
+        yield bool(with_data) or not metrics
     finally:
         in_full(put_back)
 

@@ -133,7 +133,9 @@ class RecordingHandler(Handler):
             TypeError: `state_dict` is not a mapping.
             ValueError: a key is missing, or a value is of another kind.
         """
-        state_dict = {"points": {}, **state_dict}  # which files of text did not save in earlier versions
+        if "points" not in state_dict:  # of a file of text, from an earlier version
+            is_latest = state_dict.get("written") == state_dict.get("latest")
+            state_dict = {**state_dict, "points": state_dict.get("numbers", {}) if is_latest else {}}
         check_fields(type(self).__name__, state_dict, {"latest": optional(COUNT), "points": NUMBERS})  # None: in earlier ones
         self.latest, self.points = state_dict["latest"] or 0, dict(state_dict["points"])
 

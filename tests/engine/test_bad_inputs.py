@@ -217,7 +217,7 @@ def test_a_rate_that_means_nothing_may_be_given() -> None:
         "build the optimizer from model.parameters()",
         "nn.ModuleDict(",
     ),
-    Case("rate-missing", relative(), ValueError, "optimizer", "learning rate", "none in param_groups[0]", "set its 'lr'"),
+    Case("rate-missing", relative(), ValueError, "optimizer", "learning rate", "none in param_groups[0]", "['lr'], to 1.0 if"),
     Case("rate-none", relative(lr=None), ValueError, "optimizer", "learning rate", "none in param_groups[0]", "to 1.0 if"),
     Case("optimizers-empty", {"optimizer": []}, ValueError, "optimizer", "at least one", "none"),
     Case("optimizers-not", {"optimizer": [None]}, TypeError, "optimizer[0]", "torch.optim.Optimizer", "None"),

@@ -472,6 +472,29 @@ class Counted(Metric):
         return self.number
 
 
+class Percent(EpochMetric):
+    """It calls the `compute` of Ignite, which is where the ranks meet."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda scores, targets: float((scores.argmax(1) == targets).float().mean()))
+
+    def compute(self) -> float:
+        return 100 * super().compute()
+
+
+def percent() -> float:
+    evaluator = make_evaluator()
+    Percent().attach(evaluator, "percent")
+    return float(evaluator.run(batches([8, 4][idist.get_rank() :], 1)).metrics["percent"])
+
+
+@pytest.mark.slow
+def test_a_metric_that_calls_the_one_of_ignite_waits_for_ranks() -> None:
+    """So the ranks may have different numbers of samples."""
+    first, second = run_ranks(percent)
+    assert first == second
+
+
 def counted_on_rank_0(with_others: bool) -> dict[str, float]:
     """Evaluations of one and of two micro-batches with such a metric on rank 0, once an epoch and after each micro-batch."""
     evaluator, rank = make_evaluator(), idist.get_rank()

@@ -17,7 +17,7 @@ from torch import nn
 import cuts
 from ignite_train import ForwardOutput, Trainer, UpdateOptions, create_evaluator, create_trainer
 from ignite_train.handlers import JsonLines, Validation
-from ranks import Ranks
+from ranks import Ranks, run_ranks
 
 DATA = cuts.cut(cuts.samples(), [8, 8, 8])
 EVENTS = (
@@ -179,6 +179,24 @@ def test_handlers_of_the_end_are_not_called(kind: Callable[..., Validation], tmp
     kind(evaluator, DATA).attach(trainer)
     trainer.run(DATA)
     assert (tmp_path / "log").read_text().count("validation/loss") == 1
+
+
+def _with_an_iterator_on_rank_1() -> tuple[list[int], float | None]:
+    forwards = list[int]()
+    trainer, evaluator = make("stock", forwards)
+    Average().attach(evaluator, "loss")
+    loader: Any = DATA[:1] if idist.get_rank() == 0 else iter(DATA[:1])
+    validation = Validation(evaluator, loader, score="loss", mode="min")
+    validation.attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    return forwards, validation.best
+
+
+def test_an_iterator_on_one_rank_leaves_it_out_on_all() -> None:
+    """It would be used up; the other ranks would wait in a metric for the one that has it."""
+    first, second = run_ranks(_with_an_iterator_on_rank_1)
+    assert first == second
+    assert first[0] == [3]
 
 
 def _with_a_handler_of_rank_0(kind: str, event: Any) -> tuple[list[int], list[int], float]:
