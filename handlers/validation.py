@@ -199,8 +199,8 @@ class Validation(Handler):
     def _rehearse(self, trainer: Trainer) -> None:
         """Evaluates a few micro-batches, unless the run continues, where it has worked.
 
-        All ranks go the same way, also where the loader of one of them is an iterator, which this would use up, or a handler is
-        attached on one of them only, as a progress bar is on rank 0.
+        All ranks do the same, also where the loader of one rank is an iterator, which this would use up, or where one rank
+        alone has a handler, such as a progress bar on rank 0.
         """
         leaves_out = not self.sanity or isinstance(self.loader, Iterator)
         if trainer.state.iteration > 0 or collectives.any_rank(leaves_out):

@@ -48,7 +48,7 @@ _GIVEN = {
     *("optimizer", "forward", "accumulation_steps", "max_grad_norm", "precision", "loss_scaling"),
     *("compile", "protect", "seed", "output_transform", "options"),
 }
-"""The arguments of `create_trainer` that are no attributes of a trainer."""
+"""The arguments of `create_trainer` that a trainer does not have as attributes."""
 _STEP_COMPLETED, _GRADIENTS_REDUCED = TrainEvents.STEP_COMPLETED, TrainEvents.GRADIENTS_REDUCED
 
 
@@ -228,7 +228,7 @@ class Trainer(Loop):
             raise refuse_attribute(self, name)
 
     def __dir__(self) -> list[str]:
-        """What can be read."""
+        """The attributes that can be read."""
         return [name for name in super().__dir__() if name not in _GIVEN]
 
     def _repr_html_(self) -> str:
@@ -779,7 +779,7 @@ class Trainer(Loop):
         return super().add_event_handler(event_name, handler, *args, **kwargs)
 
     def remove_event_handler(self, handler: Any, event_name: Any) -> None:
-        """Removes a handler, as in Ignite; with the last event of one of ours, all that its `attach` has put elsewhere too.
+        """Removes a handler, as in Ignite; with the last event of an `Attachable` all that its `attach` has put elsewhere too.
 
         Functions of `on_exit` stay: they close what a run has opened.
         """
@@ -851,7 +851,7 @@ class Trainer(Loop):
 
 
 class _Given:
-    """Refuses that one of them is set. A `__setattr__` would cost time in each update."""
+    """Refuses to set such an argument. A `__setattr__` would cost time in each update."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""What can be attached to an engine beside functions: handlers that attach themselves, and objects with a state to save."""
+"""Handlers that attach themselves, and objects with a state to save, which engines list beside functions."""
 
 from __future__ import annotations
 

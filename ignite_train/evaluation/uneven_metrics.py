@@ -54,8 +54,8 @@ def published_metric(handler: Any, args: tuple[Any, ...]) -> tuple[str, Metric] 
 def waits_for_ranks(metric: Metric) -> bool:
     """Whether a metric is reduced over the ranks when it computes, as Ignite's are; one of a script's own need not be.
 
-    A function of other metrics is, if any of these is. A class of a script's own is, if its `compute`, or that of a class which
-    it derives from and may call, is decorated by Ignite's `sync_all_reduce`, or is Ignite's.
+    A function of other metrics is, if any of these is. A class of a script's own is, if its `compute`, or the `compute` of a
+    class from which it derives, is decorated by Ignite's `sync_all_reduce`, or is Ignite's.
     """
     if isinstance(metric, MetricsLambda):
         return any(waits_for_ranks(one) for one in (*metric.args, *metric.kwargs.values()) if isinstance(one, Metric))
@@ -76,7 +76,7 @@ def metrics_published_at(engine: Engine, event: Any) -> dict[str, Metric]:
 
 
 def waiting_metrics_at(engine: Engine, event: Any) -> dict[str, Metric]:
-    """Those of `metrics_published_at` that wait for other ranks. The others may be attached on one rank alone."""
+    """The metrics published at `event` that wait for other ranks. Another metric may be attached on one rank alone."""
     return {name: metric for name, metric in metrics_published_at(engine, event).items() if waits_for_ranks(metric)}
 
 

@@ -1,4 +1,4 @@
-"""One number of a tensor, by which a change of its values shows."""
+"""A number of a tensor that tells whether its values have changed."""
 
 from __future__ import annotations
 
