@@ -157,10 +157,15 @@ class TrainingMetrics(Handler):
             self.watch(evaluator)
         return trainer.prepend_event_handler(event, self)
 
+    def taken_off(self) -> None:
+        """Forgets the running interval, which an update of another interval is not to be in."""
+        self._sums, self._logs, self._log_weights = dict.fromkeys(_SUMS, 0.0), {}, {}
+
     def watch(self, evaluator: Engine) -> None:
         """Counts the time of this evaluator as `"evaluation_seconds"` too, where it is run by a handler."""
         evaluator.add_event_handler(Events.STARTED, self._start_evaluation)
         evaluator.add_event_handler(Events.COMPLETED, self._end_evaluation)
+        self.attached_evaluators = (*self.attached_evaluators, evaluator)
 
     @property
     def seconds_by_section(self) -> dict[str, float]:

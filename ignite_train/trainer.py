@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from html import escape
+from inspect import getattr_static
 from pathlib import Path
 from types import MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, Never, Protocol
@@ -229,7 +230,8 @@ class Trainer(Loop):
 
     def __dir__(self) -> list[str]:
         """The attributes that can be read."""
-        return [name for name in super().__dir__() if name not in _GIVEN]
+        kind = type(self)
+        return [name for name in super().__dir__() if not isinstance(getattr_static(kind, name, None), _Given)]
 
     def _repr_html_(self) -> str:
         """A notebook's view of it: the model, its updates, and how far it has come."""
@@ -786,15 +788,15 @@ class Trainer(Loop):
         super().remove_event_handler(handler, event_name)
         if not isinstance(handler, Attachable) or any(other is handler for _, other, _ in attached(self)):
             return
-        for engine in (self, *handler.evaluators):
+        for engine in (self, *handler.attached_evaluators):
             for event, other, _ in attached(engine):
-                if owner_of(other) is handler:
+                if owner_of(other) is handler and engine.has_event_handler(other, event):  # one call removes all that are equal
                     engine.remove_event_handler(other, event)
         # New lists: a run that is entered, or an update that is under way, still reads those before.
         self.on_enter = [function for function in self.on_enter if owner_of(function) is not handler]
         self.moments.on_record = [function for function in self.moments.on_record if owner_of(function) is not handler]
         self.piggybacks = [piggyback for piggyback in self.piggybacks if piggyback is not handler]
-        handler.evaluators = ()
+        handler.attached_evaluators = ()
         handler.taken_off()
 
     def _handlers_changed(self) -> None:
@@ -862,6 +864,9 @@ class _Given:
     def __set__(self, trainer: Trainer, _: Any) -> Never:
         hint = "; a trainer keeps what it was made with: make another by create_trainer to change that"
         raise refuse_attribute(trainer, self.name, hint)
+
+    def __delete__(self, trainer: Trainer) -> Never:
+        raise refuse_attribute(trainer, self.name)
 
 
 for _name in _GIVEN:

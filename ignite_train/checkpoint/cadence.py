@@ -10,8 +10,8 @@ from typing import Any
 from ignite_train.arguments import positive_int, real_number
 from ignite_train.checkpoint.manifest import Manifest
 from ignite_train.checkpoint.retention import Retention
+from ignite_train.metrics import score_in
 from ignite_train.ranks import collectives
-from ignite_train.ranks.agreed_score import agreed_score
 from ignite_train.ranks.messages import Piggyback
 
 __all__ = ["Cadence"]
@@ -20,8 +20,8 @@ __all__ = ["Cadence"]
 class Cadence(Piggyback):
     """When a run is saved: every N updates, seconds or epochs, after one of the best evaluations, on request, and at its end.
 
-    All ranks decide alike: updates and epochs are counted by all of them, the score is that of rank 0, and whether the seconds
-    have passed is decided by the clock of rank 0 and travels with the statistics of an update.
+    All ranks decide alike: updates and epochs are counted by all of them, and whether the seconds have passed is decided by the
+    clock of rank 0 and travels with the statistics of an update.
 
     Args:
         every: save after each update whose number is a multiple of this.
@@ -109,7 +109,7 @@ class Cadence(Piggyback):
             self.best = self._retention.best_of([*self.best, (self._score[0], score)])
 
     def note_evaluation(self, update: int, metrics: Mapping[str, Any]) -> None:
-        """An evaluation is done. If its score is among the best, it asks for a save of the evaluated state. Collective.
+        """An evaluation is done. If its score is among the best, it asks for a save of the evaluated state.
 
         Of several evaluations after the same update the first counts, as for handlers that react to a score: a later one may
         be of other data. Those before the first update do not count.
@@ -123,7 +123,7 @@ class Cadence(Piggyback):
         """
         assert self.score is not None  # noqa: S101  # an evaluation is followed for its score
         if self.score_of(update) is None:
-            score = agreed_score(metrics, self.score)
+            score = score_in(metrics, self.score)
             self._score = update, score
             self.awaited = update if update > 0 and self._retention.is_among_best(score, self.best) else None
 

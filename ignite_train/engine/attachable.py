@@ -42,7 +42,7 @@ class Attachable:
         is_attaching: whether its `attach` is running.
         is_collective: whether it waits for other ranks, so that all of them must attach one; compared when a run starts.
         same_on_all_ranks: whether its state is the same on all ranks, or sharded over them, so that a checkpoint holds it once.
-        evaluators: those that its `attach` was given.
+        attached_evaluators: the evaluators at whose events it has methods.
         saved_as: the name of its state in checkpoints, where that is not the name of its class. A class that is renamed keeps
             its earlier name here, so that checkpoints written before can be resumed from. Of several handlers of one class the
             second is saved as `Name-2` and so on, in the order in which they are attached; set it on each of them, before they
@@ -53,7 +53,7 @@ class Attachable:
     is_attaching = False
     is_collective = False
     same_on_all_ranks = False
-    evaluators: tuple[Engine, ...] = ()
+    attached_evaluators: tuple[Engine, ...] = ()
     saved_as: str | None = None
 
     def taken_off(self) -> None:

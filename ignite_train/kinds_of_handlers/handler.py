@@ -113,7 +113,7 @@ def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
         if of_one:
             self._trainer_of = weakref.ref(trainer)
         if named.get("evaluator") is not None:
-            self.evaluators = (*self.evaluators, named["evaluator"])
+            self.attached_evaluators = (*self.attached_evaluators, named["evaluator"])
         if self.begins_with_run and trainer.progress.running and collectives.is_main_rank():
             _logger.warning(f"{name} was attached inside a run, and begins with the next one; attach it before run or session")
         return handle

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ignite_train import ForwardOutput, Trainer, create_evaluator, create_trainer
 from ignite_train.engine.attachable import owner_of
-from ignite_train.engine.dispatch import attached
+from ignite_train.engine.dispatch import attachables, attached
 from ignite_train.handlers import (
     Csv,
     CurvatureMonitor,
@@ -174,3 +174,13 @@ def test_a_shown_evaluation_ends_with_its_handler(capfd: pytest.CaptureFixture[s
     trainer.run(DATA, max_epochs=2)
     evaluator.run(DATA)
     assert capfd.readouterr().err == capfd.readouterr().out == ""
+
+
+def test_a_handler_that_is_twice_at_an_event_is_taken_off() -> None:
+    """Ignite removes all that are equal in one call."""
+    trainer = make()
+    validation = Validation(create_evaluator(trainer.model, forward), DATA, sanity=1)
+    handles = [validation.attach(trainer, event) for event in (Events.EPOCH_COMPLETED, Events.ITERATION_COMPLETED(every=2))]
+    for handle in handles:
+        handle.remove()
+    assert validation not in attachables(trainer)
