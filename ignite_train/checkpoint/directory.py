@@ -145,7 +145,7 @@ class CheckpointDirectory:
     Attributes:
         frozen: the frozen weights of this rank that need not be written again; None before the first.
         later_than: the serial number of the newest checkpoint that a mirror has; what is written here comes after it.
-        known_serial: that of the newest checkpoint here which was written by this object, or found by `know`.
+        known_serial: the serial number of the newest checkpoint here that this object has written, or that `know` has found.
     """
 
     def __init__(self, path: Path, disk: Disk, lock: DirectoryLock | None = None) -> None:

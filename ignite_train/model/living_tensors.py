@@ -18,7 +18,7 @@ LivingTensors: TypeAlias = dict[int, weakref.ref[Tensor]]
 
 
 def living_tensors() -> LivingTensors:
-    """The tensors of this process, by their `id`, but those that `gc.freeze` has hidden; none of them is kept alive."""
+    """The tensors of this process, by their `id`, without tensors that `gc.freeze` has hidden. None is kept alive."""
     return {id(one): weakref.ref(one) for one in gc.get_objects() if issubclass(type(one), Tensor)}
 
 

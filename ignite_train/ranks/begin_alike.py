@@ -1,4 +1,4 @@
-"""Ranks begin with the same values of what several of them hold, those of the first of these ranks, and evaluate with them."""
+"""Parameters and buffers that several ranks hold begin with the values of the first of these ranks, and evaluate with them."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def common_buffers(model: nn.Module) -> list[Tensor]:
 def buffers_of_first_rank(model: nn.Module) -> Iterator[None]:
     """In this `with` every rank has the buffers of rank 0 (running statistics of BatchNorm, say), and afterwards its own.
 
-    A buffer that was the same as on rank 0 keeps what is written into it meanwhile. One that `begin_alike` leaves to each rank,
-    such as a cache that forward has grown by its own samples, stays as it is, and so does a DTensor. Entering it is collective
+    A buffer that was the same as on rank 0 keeps what is written into it meanwhile. DTensors are left alone, and so are buffers
+    that `begin_alike` leaves to each rank, such as a cache that forward has grown by its own samples. Entering it is collective
     and blocking: a small exchange, a broadcast for each buffer, and elsewhere than on rank 0 a look at its values (sync) and
     memory for a copy of those that differ. Nothing in a single process.
     """

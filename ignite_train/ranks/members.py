@@ -79,9 +79,9 @@ class Members:
     state sends it to those that have come, and the update is made again by all of them.
 
     What all of them decide from travels with the questions: how many updates a member has counted, and a digest of its
-    history, which is another one after another sequence of members or of learning rates. The members with the history that most
-    of those that are furthest have continue. Another member that has taken part in the run before ends with a
-    `FellBehindError`; started again it joins as a new one.
+    history, which is another one after another sequence of members or of learning rates. Of the members that have counted
+    the most updates, those with the most frequent history continue. Another member that has taken part in the run before ends
+    with a `FellBehindError`; started again it joins as a new one.
 
     A replica may be several ranks of a process group, each with its shards of the model. They are one member: the first rank
     asks, and gives the answer to the others. Each rank forms a group with the ranks of its number in the other replicas. What

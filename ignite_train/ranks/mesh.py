@@ -107,11 +107,12 @@ class MeshCrossing(Crossing):
 
     def complete(self, gradients: Gradients) -> None:
         """Sums gradients over the dimensions of their own mesh, where that is left to do, and over those that it lacks."""
-        trainable = [(p, gradient_dtype(p)) for p in gradients.parameters() if p.requires_grad]
+        stepped = gradients.parameters()
+        trainable = [(p, gradient_dtype(p)) for p in stepped if p.requires_grad]
         if not _are_same(trainable, self._planned):
             self._make_plan([parameter for parameter, _ in trainable])
             self._planned = trainable
-        if len(trainable) < len(gradients.parameters()):
+        if len(trainable) < len(stepped):
             gradients.drop_frozen()
         for parameter, _ in trainable:
             gradient = parameter.grad

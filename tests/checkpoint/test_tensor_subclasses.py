@@ -166,7 +166,7 @@ class Based(nn.Module):
 
 
 def on_ranks(flipped: bool) -> tuple[bytes, str]:
-    """What a rank has in the end, and why its run has ended; one rank may change a code of the frozen base."""
+    """Weights and averages of a rank in the end, and why its run has ended; rank 1 may change a code of the frozen base."""
     rank = idist.get_rank()
     torch.manual_seed(rank)
     model = Based()

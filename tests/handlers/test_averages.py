@@ -340,7 +340,7 @@ def test_a_teacher_that_would_be_rounded_is_warned_about(caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_frozen_weights_of_a_narrow_dtype_are_averaged_in_float32(dtype: torch.dtype) -> None:
-    """As the weights under adapters; torch has no arithmetic in them, and they come back as they were."""
+    """Weights under adapters are such; torch has no arithmetic in them, and they come back with the same bits."""
     model = net()
     frozen = nn.Parameter(torch.tensor([1.5, -0.25]).to(dtype), requires_grad=False)
     model.register_parameter("frozen", frozen)

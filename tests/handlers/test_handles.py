@@ -107,7 +107,7 @@ def test_nothing_is_left_and_it_may_be_attached_again(kind: str, tmp_path: Path)
 
 
 def test_one_of_two_events_may_be_given_up() -> None:
-    """What the handler needs besides stays for the other event."""
+    """The other event keeps all that the handler needs."""
     trainer, limit = make(), TimeLimit(1e-9)
     first, second = (limit.attach(trainer, event) for event in (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED))
     first.remove()

@@ -368,7 +368,7 @@ def test_two_ranks_find_the_same() -> None:
 
 
 def test_the_model_of_the_program_is_not_trained() -> None:
-    """Not by a function that returns its trainer, nor by one that makes another of it; a copy may be, beside frozen parts."""
+    """A function is refused that returns its trainer or makes another of its model; a copy beside frozen parts is not."""
     trainer = maker(whole=True)()
     before = bit_by_bit([trainer.model.state_dict(), trainer.optimizers["optimizer"].state_dict()])
 

@@ -193,7 +193,7 @@ def _with_an_iterator_on_rank_1() -> tuple[list[int], float | None]:
 
 
 def test_an_iterator_on_one_rank_leaves_it_out_on_all() -> None:
-    """It would be used up; the other ranks would wait in a metric for the one that has it."""
+    """It would be used up; the other ranks would wait in a metric for the rank that has it."""
     first, second = run_ranks(_with_an_iterator_on_rank_1)
     assert first == second
     assert first[0] == [3]
@@ -214,7 +214,7 @@ def _with_a_handler_of_rank_0(kind: str, event: Any) -> tuple[list[int], list[in
 
 @pytest.mark.parametrize("kind", ["ours", "stock"])
 def test_a_handler_that_one_rank_has_counts_on_all(kind: str) -> None:
-    """As a bar or a logger that is attached on rank 0. Otherwise one rank waits in a metric that the other leaves out."""
+    """A bar or a logger is often attached on rank 0 alone. Otherwise a rank waits in a metric that the other leaves out."""
     with Ranks() as ranks:
         for event in EVENTS:
             first, second = ranks.run(_with_a_handler_of_rank_0, kind, event)

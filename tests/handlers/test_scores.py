@@ -244,7 +244,7 @@ def test_it_says_why_it_ends(settings: dict[str, Any], scores: list[float], reas
 
 
 def test_a_run_that_it_ends_as_it_is_entered_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
-    """As in the next cell of a notebook; and what it says is enough."""
+    """A run in the next cell of a notebook is such; doing what the line says is enough."""
     job = Scripted([3.0, 4.0, 4.0, 4.0, 4.0])
     stopping = EarlyStopping(job.evaluator, patience=1)
     stopping.attach(job.trainer)

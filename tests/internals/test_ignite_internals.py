@@ -158,7 +158,7 @@ def metric_device() -> bool:
 
 
 class Stateless(Metric):
-    """As `GpuInfo`."""
+    """It has no state, as `GpuInfo` has none."""
 
     def reset(self) -> None: ...
     def update(self, output: Any) -> None: ...
@@ -166,7 +166,7 @@ class Stateless(Metric):
 
 
 def metric_state() -> bool:
-    """`Metric._state_dict_all_req_keys` names the attributes that are its state; of a plain `Metric` there are none."""
+    """`Metric._state_dict_all_req_keys` names the attributes that are its state; a plain `Metric` names no attribute."""
     names = names_in_state(Accuracy())
     return vars(Accuracy()).keys() >= {*names} != set() and [*names_in_state(Stateless())] == []
 

@@ -282,7 +282,7 @@ def test_a_replica_that_comes_after_a_request_to_stop_ends_with_the_state_of_the
 def test_a_stop_that_a_score_decides_travels_with_the_next_update(
     with_members: Callable[[FewMembers], None], name: str
 ) -> None:
-    """The scores of two replicas may differ in their last bits, so one of them alone may want to stop."""
+    """The scores of two replicas may differ in their last bits, so a single replica may want to stop."""
     with_members(FewMembers())
     trainer = make()
     evaluator = create_evaluator(trainer.model, forward)

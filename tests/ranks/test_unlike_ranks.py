@@ -223,7 +223,7 @@ def metric_of_evaluator_on_one(rank: int) -> Trainer:
 
 
 def running_metric_of_evaluator_on_one(rank: int) -> Trainer:
-    """Of one of Ignite's own engines, where another handler of that event has a filter, which no process has alike."""
+    """The evaluator is an engine of Ignite's, with a filter on another handler of that event, which no process has alike."""
     trainer, evaluator = make(), Engine(lambda _, batch: len(batch))
     evaluator.add_event_handler(Events.ITERATION_COMPLETED(every=2), lambda: None)
     Validation(evaluator, [[1]], score="number", mode="max").attach(trainer)

@@ -149,7 +149,7 @@ class Masked(nn.Module):
 
 @pytest.mark.parametrize("policy", ["skip", "split"])
 def test_a_model_may_have_tensors_without_a_norm(policy: Any) -> None:
-    """What recovery looks at before a forward is not to end a run that has enough memory."""
+    """The look before a forward, which recovery needs, does not end a run that has enough memory."""
     model, fails = Masked(), [False, True, False]
 
     def forward(model: nn.Module, x: torch.Tensor) -> ForwardOutput:

@@ -220,7 +220,7 @@ def test_targets_of_another_number_than_the_samples_are_refused(kind: str, prepa
 
 @pytest.mark.parametrize("inputs", [list, tuple, torch.stack, lambda rows: {"x": torch.stack(rows), "scale": torch.ones(())}])
 def test_a_list_with_a_target_for_each_sample(inputs: Any) -> None:
-    """As for detection: its length is the number of samples, however the inputs are given."""
+    """Its length is the number of samples, however the inputs are given; detection has such targets."""
 
     def model_fn(model: nn.Module, x: Any) -> Tensor:
         x = x["x"] if isinstance(x, dict) else x
