@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ignite_train.create import create_supervised_trainer, create_trainer
+from ignite_train.create import create_trainer
 from ignite_train.data.grouping import AccumulationSteps
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.data.samplers import ShardedSampler
@@ -42,6 +42,7 @@ from ignite_train.model.warm_up_schedule import WarmUpSchedule
 from ignite_train.other_words import answers_imports
 from ignite_train.ranks.messages import Piggyback
 from ignite_train.state import TrainState, UpdateOutput
+from ignite_train.supervised import create_supervised_trainer
 from ignite_train.tools.tune import tune
 from ignite_train.tools.tuned import Tuned
 from ignite_train.traffic import Counted, Traffic, count_traffic

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from ignite_train.arguments import describe, one_of, positive_int
@@ -14,7 +14,7 @@ from ignite_train.ranks.data_ranks import checked_data_dims
 from ignite_train.ranks.wrapping import ReductionName
 from ignite_train.update.loss_terms import SampleSizes
 
-__all__ = ["UpdateOptions"]
+__all__ = ["RARE_SETTINGS", "UpdateOptions"]
 
 OnOutOfMemory = Literal["raise", "skip", "split"]
 
@@ -153,3 +153,7 @@ class UpdateOptions:
                 "on_out_of_memory must be 'raise' or 'split' with sample_sizes, got 'skip': the samples of a micro-batch that "
                 "is left out have been counted"
             )
+
+
+# Where each of them is given, for those who look for it among the arguments of `create_trainer`.
+RARE_SETTINGS = {field.name: f"options=UpdateOptions({field.name}=...)" for field in fields(UpdateOptions)}

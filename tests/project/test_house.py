@@ -41,7 +41,8 @@ ROWS = (
     ("fast",),  # accelerations; only `create` asks for them
     ("handlers",),
     ("protection",),  # attaches handlers by default, and so may import them
-    ("create", "defaults"),
+    ("create",),
+    ("supervised", "defaults"),
     ("tools",),  # beside the core, which imports none of them
     ("plot", "plan", "elastic"),
 )
