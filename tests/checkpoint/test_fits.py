@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ignite_train import CheckpointError
-from ignite_train.checkpoint.fits import check_module, differences
+from ignite_train.checkpoint.differences import differences
+from ignite_train.checkpoint.fits import check_module
 
 
 @pytest.mark.parametrize(
