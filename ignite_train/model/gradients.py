@@ -57,8 +57,8 @@ def no_gradient_error() -> NoGradientError:
     """Why there can be no step where no parameter has a gradient."""
     return NoGradientError(
         "backward left no gradient on any parameter of the optimizer: the loss that forward returned does not depend on them; "
-        "return it with its graph (no .detach(), .item() or torch.no_grad()), and freeze fewer parameters if Freeze has "
-        "dropped the gradients of all that it depends on"
+        "return it with its graph (no .detach(), .item() or torch.no_grad()), freeze fewer parameters if Freeze has "
+        "dropped the gradients of all that it depends on, and remove hooks that step and clear them within backward"
     )
 
 
@@ -129,7 +129,8 @@ class Gradients:
             if parameter.grad is None:
                 parameter.grad = gradient
             elif gradient is not None:
-                parameter.grad = gradient.add_(parameter.grad)
+                # in place where that is possible: a sparse one may meet a dense one of the same table
+                parameter.grad = gradient + parameter.grad if gradient.is_sparse else gradient.add_(parameter.grad)
 
     def separate(self) -> None:
         """Gives each of them memory of its own; called after each backward.

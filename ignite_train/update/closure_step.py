@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,7 +54,6 @@ class ClosureStep:
     stepper: OneStepper
     gather: Gather
     _beginning: ForwardMark | None = None
-    _stepped: dict[int, Tensor] = field(default_factory=dict)  # the parameters that had a gradient when the optimizer stepped
 
     def __post_init__(self) -> None:
         passes = self.gather.passes
@@ -66,7 +65,7 @@ class ClosureStep:
     def mark(self) -> None:
         """Remembers what forward may change before the first evaluation, if it is to be replayed."""
         if self._replays:
-            self._beginning, self._stepped = self._forward_state.mark(), {}
+            self._beginning = self._forward_state.mark()
 
     def __call__(
         self,
@@ -131,7 +130,6 @@ class ClosureStep:
         """
         # other requests, and checks, travel with the first evaluation
         outgoing = Outgoing(RankRequests(changes_gradients=trainer.requests.changes_gradients), ())
-        self._stepped |= {id(one): one for one in self._gradients.parameters() if one.grad is not None}
         self._gradients.clear()
         is_written = written_into([*micro_batches])
         # Optimizers switch gradients off around their step.
@@ -157,7 +155,8 @@ class ClosureStep:
             yield
             return
         now = self._forward_state.mark()
-        self._forward_state.put_back(self._beginning, stepped=self._stepped.values())
+        # LBFGS moves parameters without a gradient too, along its history.
+        self._forward_state.put_back(self._beginning, stepped=self._gradients.parameters())
         try:
             yield
         finally:

@@ -326,6 +326,36 @@ def test_replay_keeps_the_step_of_a_parameter_whose_memory_an_attribute_holds_to
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("closure", [True, "replay"])
+def test_a_parameter_without_gradients_moves_along_the_history(closure: Any) -> None:
+    """LBFGS moves it where it was used in an update before; that is no change by forward. Compared with torch's own loop."""
+    models = [network(), network()]
+    inputs = [torch.eye(3, dtype=torch.float64) * (1 + n) for n in range(4)]
+    for model in models:
+        model.register_parameter("factor", nn.Parameter(torch.full((1,), 2.0, dtype=torch.float64)))
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        result = model(x)
+        return ((result if x[0, 0] == 3.0 else result * model.factor) - 1.0).square().sum()
+
+    def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+        return ForwardOutput(loss_of(model, x), 1)
+
+    optimizers = [LBFGS(model.parameters(), lr=0.1, max_iter=3) for model in models]
+    create_trainer(models[0], optimizers[0], forward, options=UpdateOptions(closure=closure)).run(inputs, max_epochs=1)
+    for x in inputs:
+
+        def again(x: Tensor = x) -> Tensor:
+            optimizers[1].zero_grad()
+            loss = loss_of(models[1], x)
+            loss.backward()
+            return loss
+
+        optimizers[1].step(again)
+    for found, right in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
 def test_what_fires_and_counts() -> None:
     """Events of micro-batches fire in the first evaluation, GRADIENTS_REDUCED in each, those of the update once."""
     model = network()
