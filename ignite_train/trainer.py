@@ -569,7 +569,7 @@ class Trainer(Loop):
             return
         if state.num_skipped & (state.num_skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
             numbers = f"gradient norm {output.grad_norm:g}, loss scale {output.loss_scale:g}"
-            what = numbers if output.sample_size else "the sample sizes of all ranks add up to 0"
+            what = "the sample sizes of all ranks add up to 0" if output.skipped_reason == "no_samples" else numbers
             self.logger.warning(
                 f"update {state.iteration} was skipped ({output.skipped_reason}): {what}; skipped so far: {state.num_skipped}"
             )
