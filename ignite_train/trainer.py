@@ -680,6 +680,9 @@ class Trainer(Loop):
         `epoch_length` it may be called anywhere, and the next group comes from the beginning of `data`. If the group that
         is under way there breaks off, another call of `run` is refused, since the group cannot be read again.
 
+        A resumed run fires EPOCH_STARTED again where it continues within an epoch, so choose the loader there by `state.epoch`;
+        what EPOCH_COMPLETED or DATALOADER_STOP_ITERATION had set must be passed to `run` by the script that resumes.
+
         Checkpoints have the place of one loader, the latest. A run that resumes as an epoch begins puts its generators into the
         loader of that epoch, unless this is set in EPOCH_STARTED and the latest was given to `run`. So loaders that take turns
         need an order that depends on seed and epoch alone, as that of a `ResumableLoader` does.

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ignite_train.arguments import COUNT, check_fields
-from ignite_train.data.description import Pipeline, Seekable, attributes_of_samplers, changes, describe_data
+from ignite_train.data.description import Pipeline, Seekable, attributes_of_samplers, changes, describe_data, length_of
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.engine.attachable import Stateful
 from ignite_train.errors import CheckpointError, TrainingError
@@ -158,9 +158,9 @@ class DataPosition:
     def broken_pass_error(self) -> ValueError:
         """Why the pass cannot be read on where something is left of it and `is_pass_broken`."""
         return ValueError(
-            f"data must not be read elsewhere in the middle of a pass, got a {type(self._loader).__name__} with persistent "
-            "workers, which make one pass at a time, and another one was begun: the samples that were left are missed; use "
-            "another loader there, or persistent_workers=False"
+            f"data must not be read elsewhere in the middle of a pass, got a {type(self._loader).__name__} that makes one pass "
+            "at a time, since its workers are persistent or it has a state, and another one was begun: the samples that were "
+            "left are missed; use another loader there"
         )
 
     def is_pass_broken(self) -> bool:
@@ -222,7 +222,8 @@ class DataPosition:
         if reports:
             remedy = (
                 "undo the change, or pass Checkpoint(..., on_changed_data='warn'), or resume from a checkpoint of the end of "
-                "an epoch (resume=PATH), where any change is allowed without epoch_length"
+                "an epoch (resume=PATH), where any change is allowed without epoch_length; a loader that set_data has chosen "
+                "for this epoch must be chosen in EPOCH_STARTED, which fires again"
                 if saved.get("on_changed_data")  # a place from a checkpoint
                 else "continue with the loader that it began with, to the end of this epoch N by run(loader, max_epochs=N), or "
                 "make another trainer"
@@ -272,6 +273,10 @@ class DataPosition:
             return
         self.reads_past = True
         self._warn_of_other_workers(saved)
+        # Something else may have drawn from its generators since the pass was opened, as a validation with the same one does.
+        # Where more was read ahead than will be now, the state is not that of the place.
+        if isinstance(self._loader, DataLoader) and saved.get("workers") == self._loader.num_workers:
+            self._own_after = {} if length_of(self._loader) is None else saved["generators"]
 
     def _go_to_the_start(self, saved: Mapping[str, Any]) -> None:
         """Puts back the state and the generators of a loader, which depend on earlier passes."""

@@ -15,9 +15,18 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SubsetRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ignite_train import ResumableLoader, ShardedSampler, TokenBudgetSampler, UpdateOptions, create_trainer
+from ignite_train import (
+    ForwardOutput,
+    ResumableLoader,
+    ShardedSampler,
+    TokenBudgetSampler,
+    UpdateOptions,
+    create_evaluator,
+    create_trainer,
+)
 from ignite_train.handlers import Checkpoint
 from ranks import RanksFailedError, run_ranks
+from tiers import slow
 
 SAMPLES, UPDATES = 48, 6  # an epoch; it is left after update 5
 
@@ -244,6 +253,32 @@ def test_a_dataset_that_gets_or_loses_its_generator_is_a_warning(draws: bool, tm
         else "generators of the dataset: none -> dataset.generator"
     )
     assert sum(line in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, slow(2)])
+def test_a_generator_that_the_validation_draws_from_too_goes_on(num_workers: int, tmp_path: Path) -> None:
+    """Torch's recipe gives all loaders one generator; what an evaluation in the middle of an epoch has drawn counts."""
+
+    def run(directory: Path, *, to: int | None = None) -> list[int]:
+        generator, samples = torch.Generator().manual_seed(0), torch.arange(24)
+        loader = DataLoader(samples, 4, shuffle=True, generator=generator, num_workers=num_workers)
+        held_out = DataLoader(samples, 12, generator=generator)  # each pass draws a seed for workers
+        seen, model = list[int](), nn.Linear(1, 1)
+
+        def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+            if model.training:
+                seen.extend(x.tolist())
+            return ForwardOutput(model(x.float()[:, None]).square().sum() * 1e-6, len(x))
+
+        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-3), forward)
+        evaluator = create_evaluator(model, forward)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), lambda: evaluator.run(held_out))
+        Checkpoint(directory).attach(trainer)
+        trainer.run(loader, **({"max_epochs": 3} if to is None else {"max_iters": to}))
+        return seen
+
+    whole = run(tmp_path / "whole")
+    assert run(tmp_path / "stopped", to=3) + run(tmp_path / "stopped") == whole
 
 
 @pytest.mark.sampled(8)
