@@ -106,8 +106,9 @@ class EarlyStopping(ScoreHandler):
         fields = {"best": number, "best_update": count, "num_bad": COUNT, "latest": number}
         check_fields(type(self).__name__, state_dict, fields)
         super().load_state_dict(state_dict)
-        self.best, self.best_update = state_dict["best"], state_dict["best_update"]
-        self.num_bad, self._latest = state_dict["num_bad"], state_dict["latest"]
+        if state_dict["score"] == self.score:  # with another one it begins anew
+            self.best, self.best_update = state_dict["best"], state_dict["best_update"]
+            self.num_bad, self._latest = state_dict["num_bad"], state_dict["latest"]
 
     def _end_if_due(self, trainer: Trainer, what_to_do: str = "") -> None:
         reason = self._reason()

@@ -92,19 +92,21 @@ class ReduceOnPlateau(ScoreHandler):
             _logger.info(f"update {trainer.state.iteration}: learning rate {rates}: {best}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the scheduler, and the latest update to whose score it has reacted."""
-        return self.scheduler.state_dict() | {"_latest_update": self._latest_update}
+        """The state of the scheduler, and the score and the latest update to which it has reacted."""
+        return self.scheduler.state_dict() | {"_latest_update": self._latest_update, "_score": self.score}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores them.
+        """Restores them. With another score than before the scheduler begins anew.
 
         Raises:
             ValueError: the scheduler was made for the other direction, or something in it is not what `state_dict()` gives.
         """
-        check_fields("ReduceOnPlateau", state_dict, {"mode": TEXT, "_latest_update": optional(COUNT)})
-        refuse_other_mode(self.score, self.mode, self.score, state_dict["mode"])
-        self._latest_update = state_dict["_latest_update"]
-        self.scheduler.load_state_dict({key: value for key, value in state_dict.items() if key != "_latest_update"})
+        of_scheduler = {"_score": self.score, **state_dict}  # an older version did not write the score
+        check_fields("ReduceOnPlateau", of_scheduler, {"mode": TEXT, "_latest_update": optional(COUNT), "_score": TEXT})
+        self._latest_update, score = of_scheduler.pop("_latest_update"), of_scheduler.pop("_score")
+        refuse_other_mode(self.score, self.mode, score, state_dict["mode"])
+        if score == self.score:
+            self.scheduler.load_state_dict(of_scheduler)
 
     def _rates(self) -> list[float]:
         return [float(group["lr"]) for group in self.scheduler.optimizer.param_groups]  # sync, on an accelerator

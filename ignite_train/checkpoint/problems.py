@@ -40,6 +40,7 @@ __all__ = ["optimizer_problems", "schedule_problems", "why_no_multiples"]
 
 _SIZES = (2, 3, 4, 5, 6, 7)  # of a parameter on which a step is tried: all differ, and none is 1
 _WAYS = {"fused", "foreach", "capturable", "differentiable", "maximize"}  # of computing the same state
+_OF_PLATEAU = {"_latest_update", "_score"}  # what `ReduceOnPlateau` keeps beside the state of its scheduler
 _PROPORTIONAL = (
     schedulers.ChainedScheduler,
     schedulers.ConstantLR,
@@ -298,7 +299,8 @@ def _failure(schedule: LRScheduler, state: Mapping[str, Any], groups: Sequence[M
         tried: Any = copy.deepcopy(schedule, {id(schedule.optimizer): stand_in})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the order of steps, which is not that of a training
-            load_schedule(tried, copy.deepcopy(_for_a_stand_in({k: v for k, v in state.items() if k != "_latest_update"})))
+            own = {key: value for key, value in state.items() if key not in _OF_PLATEAU}
+            load_schedule(tried, copy.deepcopy(_for_a_stand_in(own)))
             tried.step(*([1.0] if isinstance(tried, schedulers.ReduceLROnPlateau) else []))
         rates = [float(group["lr"]) for group in stand_in.param_groups]
     except Exception as error:

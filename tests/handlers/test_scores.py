@@ -546,6 +546,39 @@ def test_a_resume_in_the_other_direction_is_refused(handler: str, tmp_path: Path
     assert job("max").run(3) == 3
 
 
+@pytest.mark.parametrize("score", ["accuracy", "error"])
+def test_a_resume_with_another_score_begins_anew(score: str, tmp_path: Path) -> None:
+    """The best loss is no best of another metric, whichever direction that has: the handlers end as if nothing were saved."""
+
+    def job(name: str, directory: Path | None) -> tuple[Scripted, dict[str, Any]]:
+        made = Scripted([0.1, 0.2, 0.3, 4.0, 3.0, 2.0, 1.0])
+
+        def replace() -> None:
+            loss = made.evaluator.state.metrics["loss"]
+            made.evaluator.state.metrics |= {"accuracy": 5.0 - loss, "error": loss}
+
+        made.evaluator.add_event_handler(Events.EPOCH_COMPLETED, replace)
+        validation = Validation(made.evaluator, DATA[:1], score=name, sanity=0)
+        validation.attach(made.trainer, Events.ITERATION_COMPLETED)
+        scheduler = ReduceLROnPlateau(made.optimizer, factor=0.5, patience=0, mode="max" if name == "accuracy" else "min")
+        handlers = {"stopping": EarlyStopping(made.evaluator, name, patience=3)}
+        handlers |= {"plateau": ReduceOnPlateau(made.evaluator, scheduler, score=name)}  # type: ignore[dict-item]
+        for handler in handlers.values():
+            handler.attach(made.trainer)
+        if directory is not None:
+            Checkpoint(directory, every=1, keep=9).attach(made.trainer)
+        found = {"best": validation, **handlers, "optimizer": made.optimizer}
+        return made, found
+
+    before, _ = job("loss", tmp_path)
+    assert before.run(3) == 3
+    after, found = job(score, tmp_path)
+    assert after.run() == 7  # not ended by what the loss has done
+    assert (found["best"].best, found["best"].best_update) == (1.0 if score == "error" else 4.0, 7)
+    assert (found["stopping"].best, found["stopping"].num_bad) == (found["best"].best, 0)
+    assert found["optimizer"].param_groups[0]["lr"] == 1e-3 * 0.5**2  # by the two losses that did not improve, and none later
+
+
 # --- resumption ---
 
 

@@ -135,9 +135,11 @@ OF_OTHERS = {"_model": "ignite.distributed.utils", "_version": "Tensor"}
 # Strings that look like private names and are none: file, string, and what it is.
 NO_NAMES_OF_OTHERS = {
     ("handlers/reduce_on_plateau.py", "_latest_update"): "a key in its own state",
+    ("handlers/reduce_on_plateau.py", "_score"): "a key in its own state",
     ("handlers/training_metrics.py", "_per_second"): "the end of the name of a metric",
     ("handlers/training_metrics.py", "_seconds"): "the end of the name of a metric",
     ("ignite_train/checkpoint/problems.py", "_latest_update"): "a key in the state of `ReduceOnPlateau`",
+    ("ignite_train/checkpoint/problems.py", "_score"): "a key in the state of `ReduceOnPlateau`",
     ("ignite_train/metrics.py", "_per_second"): "the end of the name of a metric",
     ("ignite_train/ranks/whereabouts.py", "_WAITS_FOR_RANKS"): "what our own files say of themselves",
     ("ignite_train/ranks/whereabouts.py", "_WAITS_FOR_THREADS"): "what our own files say of themselves",
