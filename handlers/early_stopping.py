@@ -106,7 +106,7 @@ class EarlyStopping(ScoreHandler):
         fields = {"best": number, "best_update": count, "num_bad": COUNT, "latest": number}
         check_fields(type(self).__name__, state_dict, fields)
         super().load_state_dict(state_dict)
-        if state_dict["score"] == self.score:  # with another one it begins anew
+        if state_dict["score"] == self.score:  # it starts fresh with another one
             self.best, self.best_update = state_dict["best"], state_dict["best_update"]
             self.num_bad, self._latest = state_dict["num_bad"], state_dict["latest"]
 

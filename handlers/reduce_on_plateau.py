@@ -96,7 +96,7 @@ class ReduceOnPlateau(ScoreHandler):
         return self.scheduler.state_dict() | {"_latest_update": self._latest_update, "_score": self.score}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores them. With another score than before the scheduler begins anew.
+        """Restores them. With another score than before the scheduler starts fresh.
 
         Raises:
             ValueError: the scheduler was made for the other direction, or something in it is not what `state_dict()` gives.

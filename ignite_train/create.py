@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -181,7 +181,7 @@ def create_trainer(
     update = _new_update(passes, crossing, gradients, stepper, LearningRates(optimizers), limit, limits)
     choose(update, optimizers, compile, takes_state=bound is not forward)
     parts = {"model": update.gather.crossing.module, **optimizers_as_parts(optimizers)}
-    description = _description(accumulation_steps, max_grad_norm, precision, options.reduction, seed, update.loss_scaling)
+    description = _description(accumulation_steps, max_grad_norm, precision, options, seed, update.loss_scaling)
     trainer = Trainer(update, _grouping(accumulation_steps, options, crossing), parts, description, state, output_transform)
     _complete(trainer, update, model, options)
     return protect_ranks(trainer, protect, model)
@@ -302,14 +302,19 @@ def _description(
     accumulation_steps: AccumulationSteps,
     max_grad_norm: float | Mapping[str, float] | None,
     precision: str,
-    reduction: str,
+    options: UpdateOptions,
     seed: int | None,
     scaling: LossScaling,
 ) -> dict[str, Any]:
-    """How a trainer was made, in plain types."""
+    """How a trainer was made, in plain types; of the rare settings those that are not the default."""
     steps = "a function" if callable(accumulation_steps) else accumulation_steps
     max_grad_norm = dict(max_grad_norm) if isinstance(max_grad_norm, Mapping) else max_grad_norm
-    described = {"accumulation_steps": steps, "max_grad_norm": max_grad_norm, "precision": precision, "reduction": reduction}
+    described = {"accumulation_steps": steps, "max_grad_norm": max_grad_norm, "precision": precision}
+    described["reduction"] = options.reduction
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if value != field.default and field.name not in ("reduction", "fast"):  # the latter changes no result
+            described[field.name] = "a function" if callable(value) else [*value] if isinstance(value, tuple) else value
     seeded = {} if seed is None else {"seed": seed}
     scaled = {"loss_scaling": {"class": type(scaling).__name__, **settings_of(scaling)}} if scaling.enabled else {}
     return described | seeded | scaled

@@ -20,6 +20,7 @@ from ignite_train import (
     StaticLossScaling,
     TorchLossScaling,
     Trainer,
+    UpdateOptions,
     create_evaluator,
     create_trainer,
 )
@@ -71,6 +72,19 @@ def test_settings_of_handlers_that_differ_are_told(tmp_path: Path, caplog: Any) 
     assert "EarlyStopping.patience: 3 -> 4 (the script's is used)" in line
     assert "handlers.GradientMonitor.every: 2 -> 3 (the script's is used)" in line
     assert line.count("->") == 3
+
+
+def test_rare_settings_of_the_update_that_differ_are_told(tmp_path: Path, caplog: Any) -> None:
+    """They change what is trained from there on; accelerations do not."""
+    build(tmp_path).run(LOADER, max_epochs=1)
+    build(tmp_path, options=UpdateOptions(fast=False)).run(LOADER, max_epochs=2)
+    assert resumed(caplog) == ""
+    build(tmp_path, options=UpdateOptions(normalize=False, on_nonfinite="skip")).run(LOADER, max_epochs=3)
+    line = resumed(caplog)
+    assert "trainer.normalize: nothing -> False" in line
+    assert "trainer.on_nonfinite: nothing -> 'skip'" in line
+    build(tmp_path).run(LOADER, max_epochs=4)
+    assert "trainer.normalize: False -> nothing" in resumed(caplog)
 
 
 def test_a_part_that_is_frozen_on_one_side_only_is_told(tmp_path: Path, caplog: Any) -> None:
