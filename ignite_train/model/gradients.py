@@ -57,8 +57,8 @@ def no_gradient_error() -> NoGradientError:
     """Why there can be no step where no parameter has a gradient."""
     return NoGradientError(
         "backward left no gradient on any parameter of the optimizer: the loss that forward returned does not depend on them; "
-        "return it with its graph (no .detach(), .item() or torch.no_grad()), freeze fewer parameters, or remove hooks that step "
-        "and clear gradients within backward"
+        "return it with its graph (no .detach(), .item() or torch.no_grad()), freeze fewer parameters, or remove hooks that "
+        "step and clear gradients within backward"
     )
 
 
