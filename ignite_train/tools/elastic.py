@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from ignite_train.arguments import positive_int, real_number
+from ignite_train.arguments import positive_int, real_number, whole_number
 from ignite_train.ranks.members import LIGHTHOUSE, require_torchft
 
 __all__ = ["ElasticLauncher", "main"]
@@ -71,7 +71,8 @@ class ElasticLauncher:
     by SIGSTOP, for `hang_seconds` is killed (where Python can see it: not on macOS before Python 3.13). What happens to a rank
     counts for its replica, whose other ranks are killed. When the last update is made, no replica is started again, unless the
     script begins another run; when one has ended without an error then, the others have a minute to end. SIGINT and SIGTERM are
-    passed on to all of them, and no replica is started again.
+    passed on to all of them, and no replica is started again. All of them get SIGTERM too when one has ended three times in a
+    row within 20 s of its start, by a signal or not, or once more than `max_restarts` allows.
 
     That the last update is made is known from a file, which a trainer with `reduction="elastic"` makes when its run has ended:
     at a limit, after a request to stop, or since nothing was left to do. A script without such a trainer has to make it, under
@@ -86,6 +87,7 @@ class ElasticLauncher:
         join_ms: how long replicas that ask for an update wait for a live replica that does not ask, before they continue
             without it. Longer than any replica alone may take between two updates.
         hang_seconds: how long a replica may keep the others waiting in an update before it is taken for lost.
+        max_restarts: how often replicas are started again, all of them counted together.
 
     Attributes:
         replicas: by their numbers.
@@ -105,6 +107,7 @@ class ElasticLauncher:
         heartbeat_ms: int = 1000,
         join_ms: int = 60_000,
         hang_seconds: float = 60.0,
+        max_restarts: int = 100,
     ) -> None:
         require_torchft()
         os.environ.setdefault("RUST_LOG", "warn")  # torchft writes a line for each question otherwise
@@ -113,6 +116,7 @@ class ElasticLauncher:
         self._command, self._num = list(command), positive_int("replicas", num_replicas)
         self._num_ranks = positive_int("ranks", num_ranks)
         self._hang_seconds = real_number("hang_seconds", hang_seconds, above=0)
+        self._max_restarts = whole_number("max_restarts", max_restarts)
         if positive_int("min_replicas", min_replicas) > num_replicas:
             raise ValueError(f"min_replicas must be at most replicas={num_replicas}, got {min_replicas}: the run would wait")
         self._lighthouse = LighthouseServer(
@@ -204,10 +208,15 @@ class ElasticLauncher:
     def _start_again(self, number: int, code: int) -> None:
         before, what = self.replicas[number], f"replica {number} has ended with status {code}"
         what += "" if code else " before the last update"
-        soon = time.monotonic() - before.begun < _AT_ONCE_SECONDS and code >= 0  # and not by a signal
-        at_once = before.at_once + 1 if soon else 0
+        at_once = before.at_once + 1 if time.monotonic() - before.begun < _AT_ONCE_SECONDS else 0
+        why_not = ""
         if at_once >= _MAX_AT_ONCE:
-            _logger.error(f"{what} {at_once} times in a row soon after it was started")
+            why_not = f"{at_once} times in a row soon after it was started"
+        elif self.num_restarts >= self._max_restarts:
+            used_up = f"and max_restarts={self._max_restarts} is used up"
+            why_not = f"{used_up}; correct why replicas end, or pass a larger --max-restarts"
+        if why_not:
+            _logger.error(f"{what} {why_not}")
             self.pass_on(signal.SIGTERM)
             return
         told = "; a script whose trainer is not elastic must make the file in $IGNITE_TRAIN_ENDED when it is done"
@@ -247,6 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--join-ms", type=int, default=60_000, help="how long the others wait for one that lives and does not ask"
     )
     parser.add_argument("--hang-seconds", type=float, default=60.0, help="how long a replica may keep the others waiting")
+    parser.add_argument("--max-restarts", type=int, default=100, help="how often replicas are started again, together")
     parser.add_argument("script", help="what each replica runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     given: Any = parser.parse_args(arguments)
@@ -261,6 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             heartbeat_ms=given.heartbeat_ms,
             join_ms=given.join_ms,
             hang_seconds=given.hang_seconds,
+            max_restarts=given.max_restarts,
         )
     except ValueError as error:
         parser.error(str(error))

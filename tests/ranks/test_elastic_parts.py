@@ -412,6 +412,7 @@ def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["--replicas", "0", __file__], "replicas must be at least 1, got 0"),
         (["--replicas", "2", "--min-replicas", "3", __file__], "min_replicas must be at most replicas=2, got 3"),
         (["--replicas", "2", "--hang-seconds", "0", __file__], "hang_seconds must be greater than 0"),
+        (["--replicas", "2", "--max-restarts", "-1", __file__], "max_restarts must be at least 0"),
     ],
 )
 def test_the_launcher_refuses_bad_arguments(arguments: list[str], message: str) -> None:
@@ -477,6 +478,36 @@ def test_the_launcher_replaces_a_replica_that_ends_well_before_the_last_update(
     told = "; a script whose trainer is not elastic must make the file in $IGNITE_TRAIN_ENDED when it is done"
     assert caplog.messages[:restarts] == [f"{line} and is started again{told}"] * restarts
     assert caplog.messages[restarts:] == [f"{line} 3 times in a row soon after it was started"] * status
+
+
+FAILURES = {
+    "at once, by a signal": ("os.abort()", 100, 2, "-6 3 times in a row soon after it was started"),
+    "later": ("sys.exit(4)", 4, 4, "4 and max_restarts=4 is used up; correct why"),
+    "the first time": ("sys.exit(4)", 0, 0, "4 and max_restarts=0 is used up; correct why"),
+}
+
+
+@pytest.mark.parametrize("name", list(FAILURES))
+def test_the_launcher_starts_no_replica_again_for_ever(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However it fails, and however long after its start: here no time is short."""
+    pytest.importorskip("torchft", reason="elastic replicas need the extra ignite_train[elastic]")
+    from ignite_train.elastic import ElasticLauncher
+
+    fails, max_restarts, restarts, says = FAILURES[name]
+    if name == "later":
+        monkeypatch.setattr("ignite_train.tools.elastic._AT_ONCE_SECONDS", 0.0)
+    command = [sys.executable, "-S", "-c", f"import os, sys; {fails}"]
+    with ElasticLauncher(command, 1, max_restarts=max_restarts) as launcher:
+        deadline = time.monotonic() + 60
+        while not launcher.look():
+            assert time.monotonic() < deadline
+            assert launcher.num_restarts < 10, "it is started again for ever"
+            time.sleep(0.01)
+        assert launcher.run() == (134 if fails == "os.abort()" else 4)
+    assert launcher.num_restarts == restarts
+    assert caplog.messages[-1].startswith(f"replica 0 has ended with status {says}")
 
 
 def signalled(directory: Path, at_first: str = "") -> tuple[int, int]:
