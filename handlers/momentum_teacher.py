@@ -14,7 +14,14 @@ from ignite_train.arguments import describe, real_number
 from ignite_train.engine.dispatch import attached
 from ignite_train.events import Event, TrainEvents
 from ignite_train.kinds_of_handlers import Handler
-from ignite_train.model.averaged_tensors import averaged_statistics, averaged_tensors, check_alike, move_towards, plain_name
+from ignite_train.model.averaged_tensors import (
+    averaged_statistics,
+    averaged_tensors,
+    can_move,
+    check_alike,
+    move_towards,
+    plain_name,
+)
 from ignite_train.model.optimizers import stepped_parameters
 from ignite_train.ranks import collectives
 from ignite_train.ranks.begin_alike import begin_alike
@@ -144,9 +151,11 @@ class MomentumTeacher(Handler):
         """
         momentum = _checked_momentum(self.momentum(trainer.state)) if callable(self.momentum) else self.momentum
         moved, leading = averaged_tensors(self.teacher), averaged_tensors(self.student)
+        stay = {name for name, value in leading.items() if not can_move(value)}
         if self.own_statistics:
-            own = averaged_statistics(self.teacher)
-            moved, leading = ({name: value for name, value in each.items() if name not in own} for each in (moved, leading))
+            stay.update(averaged_statistics(self.teacher))
+        if stay:
+            moved, leading = ({name: value for name, value in each.items() if name not in stay} for each in (moved, leading))
         move_towards(moved, leading, 1.0 - momentum)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:

@@ -18,6 +18,7 @@ from ignite_train.arguments import COUNT, MAPPING, check_fields, check_same_mode
 from ignite_train.checkpoint.run_objects import SavedOptimizer
 from ignite_train.errors import NonFiniteError
 from ignite_train.kinds_of_handlers import Handler
+from ignite_train.model.averaged_tensors import can_move
 from ignite_train.ranks import collectives
 from ignite_train.ranks.replicas import mean_over_ranks
 from ignite_train.trainer import Trainer
@@ -45,7 +46,8 @@ class OuterOptimizer(Handler):
     Validate, average (`ModelEMA`) and save there: at `Events.ITERATION_COMPLETED(every=H)` or a multiple. A checkpoint between
     two outer steps has the weights of each rank, and resumes bitwise on the same number of ranks. If an outer step raises, the
     replicas keep their weights, and the next one is made H updates later. Buffers stay each rank's own: see `ModelSync`. The
-    outer step moves no parameter that a `Freeze` has held since the one before, by momentum or weight decay either.
+    outer step moves no parameter that a `Freeze` has held since the one before, by momentum or weight decay either, and no
+    frozen weights of integers, bool, floats of one byte or quantised ones.
 
     It costs memory for a copy of the weights, the state of the outer optimizer, and at an outer step the differences twice
     more; and an all-reduce of the weights every H updates, for which the device is waited for. All ranks must attach it.
@@ -180,14 +182,17 @@ class OuterOptimizer(Handler):
             raise ValueError(
                 "model must not be sharded with OuterOptimizer, got parameters that are DTensors; use plain replicas"
             )
-        trained = self._rates_inside()
-        outer = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        named = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in trained}
+        outer = {id(p) for group in self.optimizer.param_groups for p in group["params"] if can_move(p)}
+        named = self._named_inside(model)
         missing = [name for name, parameter in named.items() if id(parameter) not in outer]
         if missing or len(outer) > len(named):
             what = f"got one without {missing[0]!r}" if missing else f"got {len(outer) - len(named)} that are not trained"
             raise ValueError(f"optimizer must be over the parameters that are trained, {what}; pass model.parameters()")
         self._named = named
+
+    def _named_inside(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        inside = self._rates_inside()
+        return {name: p for name, p in model.named_parameters() if id(p) in inside and can_move(p)}
 
     def _rates_inside(self) -> dict[int, Any]:
         """The learning rate of each parameter by its id, in the groups as they are now: a loaded state brings other groups."""

@@ -18,6 +18,7 @@ from ignite_train.model.reshard import reshard
 __all__ = [
     "averaged_statistics",
     "averaged_tensors",
+    "can_move",
     "check_alike",
     "in_order_of",
     "local_tensors",
@@ -40,6 +41,11 @@ def averaged_tensors(model: nn.Module) -> dict[str, Tensor]:
 def _has_average(value: Tensor) -> bool:
     """Whether it is of numbers that can be averaged. Quantised weights that are frozen are not, and stay what they are."""
     return (value.is_floating_point() or value.is_complex()) and (value.requires_grad or not is_composed(value))
+
+
+def can_move(value: Tensor) -> bool:
+    """Whether a step, or an average that is kept in its dtype, can move it. Torch has no arithmetic in floats of one byte."""
+    return value.requires_grad or (value.itemsize > 1 and _has_average(value))
 
 
 def averaged_statistics(model: nn.Module) -> dict[str, Tensor]:

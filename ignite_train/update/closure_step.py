@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ignite_train.model.averaged_tensors import can_move
 from ignite_train.model.forward_state import ForwardMark, ForwardState
 from ignite_train.model.gradients import Gradients, times
 from ignite_train.model.in_full import in_full
@@ -207,8 +208,9 @@ class _Before:
 
     def is_finite(self) -> bool:
         """Whether the parameters are finite now; one that was not finite before is left out."""
-        found = [parameter for parameter, _ in self._copies if not bool(torch.isfinite(parameter).all())]  # sync
-        known = {id(parameter) for parameter, value in self._copies if not bool(torch.isfinite(value).all())} if found else ()
+        copies = [(parameter, value) for parameter, value in self._copies if can_move(parameter)]
+        found = [parameter for parameter, _ in copies if not bool(torch.isfinite(parameter).all())]  # sync
+        known = {id(parameter) for parameter, value in copies if not bool(torch.isfinite(value).all())} if found else ()
         return all(id(parameter) in known for parameter in found)
 
     def put_back(self) -> None:

@@ -353,6 +353,18 @@ def test_frozen_weights_of_a_narrow_dtype_are_averaged_in_float32(dtype: torch.d
         assert (frozen.dtype, frozen.float().tolist()) == (dtype, [1.5, -0.25])
 
 
+def test_a_teacher_keeps_frozen_weights_of_one_byte() -> None:
+    """Torch has no arithmetic in them; the others follow the student."""
+    model = net()
+    model.register_parameter("frozen", nn.Parameter(torch.tensor([1.5, -0.25]).to(torch.float8_e4m3fn), requires_grad=False))
+    teacher = copy.deepcopy(model)
+    trainer = make(model)
+    MomentumTeacher(teacher, model, 0.0).attach(trainer)
+    trainer.run(DATA)
+    assert bit_by_bit([*teacher.parameters()]) == bit_by_bit([*model.parameters()])
+    assert teacher.get_parameter("frozen").tolist() == [1.5, -0.25]
+
+
 def test_a_part_of_the_model_can_be_the_student() -> None:
     """The teacher follows the encoder alone."""
     model = net()

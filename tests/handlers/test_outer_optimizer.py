@@ -310,6 +310,45 @@ def test_complex_weights() -> None:
     assert outer.grad_norm == pytest.approx(factor * (1 - (1 - 2 * RATE) ** 2) * 5.25**0.5, rel=1e-6)
 
 
+NO_MEAN = [torch.int8, torch.bool, torch.float8_e4m3fn]
+
+
+def with_frozen(dtypes: Sequence[torch.dtype], outer_has_them: bool) -> tuple[list[float], list[Any]]:
+    """The trained weights after two outer steps, and the frozen ones, which are in the inner optimizer."""
+    model = linear()
+    settings = {"params": [model.weight], "lr": 0.7, "momentum": 0.9, "nesterov": True}
+    for number, dtype in enumerate(dtypes):
+        model.register_parameter(f"frozen{number}", nn.Parameter(torch.tensor([1.0, 0.0]).to(dtype), requires_grad=False))
+    if outer_has_them:
+        settings["params"] = model.parameters()
+    inner = torch.optim.SGD(model.parameters(), lr=RATE)
+    trainer = create_trainer(model, inner, forward, options=UpdateOptions(reduction="local"))
+    outer = OuterOptimizer(torch.optim.SGD(**settings), every=H)  # type: ignore[arg-type]
+    outer.attach(trainer)
+    trainer.run(share(), max_iters=2 * H)
+    assert [*outer.state_dict()["weights"]] == ["weight"]
+    weights, *frozen = model.parameters()
+    return weights.detach().flatten().tolist(), [(one.dtype, one.double().tolist()) for one in frozen]
+
+
+@pytest.mark.parametrize("outer_has_them", [True, False])
+@pytest.mark.parametrize("dtype", NO_MEAN, ids=str)
+def test_frozen_weights_that_have_no_mean_stay_as_they_are(dtype: torch.dtype, outer_has_them: bool) -> None:
+    """Torch has no difference or no norm of them; the others move as without them."""
+    weights, frozen = with_frozen([dtype], outer_has_them)
+    assert weights == pytest.approx(by_hand("diloco", 2 * H, 1, [RATE] * 2 * H)[0], rel=1e-12)
+    assert frozen == [(dtype, [1.0, 0.0])]
+
+
+@pytest.mark.slow
+def test_frozen_weights_that_have_no_mean_on_two_ranks() -> None:
+    """As in one process."""
+    expected = pytest.approx(by_hand("diloco", 2 * H, 2, [RATE] * 2 * H)[0], rel=1e-12)
+    for weights, frozen in run_ranks(with_frozen, NO_MEAN, True):
+        assert weights == expected
+        assert frozen == [(dtype, [1.0, 0.0]) for dtype in NO_MEAN]
+
+
 def _begin() -> list[Any]:
     """What is in the model of each rank before the first update; each rank has made another one."""
     model = nn.BatchNorm1d(3)

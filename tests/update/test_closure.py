@@ -579,6 +579,15 @@ def test_a_parameter_that_was_not_finite_before_does_not_undo_the_step() -> None
     assert bit_by_bit(model.state_dict()) == before
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_frozen_weights_of_one_byte_may_be_in_the_optimizer(dtype: torch.dtype) -> None:
+    """Torch does not tell whether such floats are finite, and no step moves them."""
+    model = network()
+    model[0].register_parameter("frozen", nn.Parameter(torch.ones(2).to(dtype), requires_grad=False))
+    trainer = create_trainer(model, SGD(model.parameters(), lr=0.1), cuts.forward, options=UpdateOptions(closure=True))
+    assert trainer.update(cuts.cut(cuts.samples(), [3])).applied
+
+
 class Around(Optimizer):
     """Leaves all to the optimizer inside."""
 
