@@ -53,7 +53,8 @@ class OuterOptimizer(Handler):
     more; and an all-reduce of the weights every H updates, for which the device is waited for. All ranks must attach it.
 
     Args:
-        optimizer: the outer one, over the parameters that are trained, all of them.
+        optimizer: the outer one, over the parameters that are trained, all of them. What is trained later, and held until then
+            by `Freeze(..., until=...)`, is among them: what comes into the inner optimizers after `attach` is refused.
         every: H.
         count: what every H counts: `"updates"`, the skipped ones too, as SlowMo does; or `"steps"`, the updates in which some
             rank has stepped, as fairseq's BMUF does.
@@ -133,8 +134,13 @@ class OuterOptimizer(Handler):
         trainer.prepend_event_handler(Events.STARTED, self)
         trainer.prepend_event_handler(Events.STARTED, _Replica(self, trainer))
 
-    def __call__(self, trainer: Trainer) -> None:  # noqa: ARG002
-        """A run begins: with no update since an outer step the weights are those that the model has now."""
+    def __call__(self, trainer: Trainer) -> None:
+        """A run begins: with no update since an outer step the weights are those that the model has now.
+
+        Raises:
+            ValueError: the trainer's optimizers have parameters that they did not have in `attach`.
+        """
+        self._check_nothing_came(trainer.model)
         if self._num_updates == 0:
             self._keep_weights()
 
@@ -190,6 +196,16 @@ class OuterOptimizer(Handler):
             raise ValueError(f"optimizer must be over the parameters that are trained, {what}; pass model.parameters()")
         self._named = named
 
+    def _check_nothing_came(self, model: nn.Module) -> None:
+        """Raises ValueError if the optimizers inside have a parameter that the outer step would leave out."""
+        known = {id(parameter) for parameter in self._named.values()}
+        came = next((name for name, parameter in self._named_inside(model).items() if id(parameter) not in known), None)
+        if came is not None:
+            raise ValueError(
+                f"OuterOptimizer must know all parameters that are trained, got {came!r}, which came after attach; give both "
+                "optimizers all of them from the start, with Freeze(..., until=...) on the trainer, or add them before attach"
+            )
+
     def _named_inside(self, model: nn.Module) -> dict[str, nn.Parameter]:
         inside = self._rates_inside()
         return {name: p for name, p in model.named_parameters() if id(p) in inside and can_move(p)}
@@ -242,6 +258,7 @@ class OuterOptimizer(Handler):
     @torch.no_grad()
     def _step(self, trainer: Trainer) -> None:
         """The outer step. Collective; reads one number. If it raises, each replica has the weights that it had before."""
+        self._check_nothing_came(trainer.model)
         parameters, weights, rates = [*self._named.values()], [*self._weights.values()], self._rates()
         differences = [weight - parameter for weight, parameter in zip(weights, parameters, strict=True)]
         mean_over_ranks(differences)

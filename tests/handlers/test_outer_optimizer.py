@@ -1072,6 +1072,43 @@ def test_an_outer_step_that_raises_loses_no_update(ranks: int) -> None:
 # --- what is refused ---
 
 
+@pytest.mark.parametrize("when", ["before the run", "at its start", "in an update", "when it is resumed"])
+def test_what_comes_into_the_optimizers_later_is_refused(when: str, tmp_path: Path) -> None:
+    """The outer step would leave it out, so that it differed between the replicas; what came is named."""
+
+    def start(comes: str) -> Trainer:
+        model = two_layers()
+        model[0].requires_grad_(False)
+        inner, outer = (torch.optim.SGD(model[2].parameters(), lr=RATE) for _ in range(2))
+        trainer = create_trainer(model, inner, forward, options=UpdateOptions(reduction="local"))
+        OuterOptimizer(outer, every=H).attach(trainer)
+
+        def thaw() -> None:
+            model[0].requires_grad_(True)
+            for one in (inner, outer) if comes == "in an update" else (inner,):
+                one.add_param_group({"params": [*model[0].parameters()], "lr": RATE})
+
+        if comes == "before the run":
+            thaw()
+        elif comes == "at its start":
+            trainer.add_event_handler(Events.STARTED, thaw)
+        elif comes == "in an update":
+            trainer.add_event_handler(Events.ITERATION_STARTED(once=2), thaw)
+        return trainer
+
+    if when == "when it is resumed":
+        first, trainer = start("at its start"), start("")
+        for one in (first, trainer):
+            Checkpoint(tmp_path / "run").attach(one)
+        first.run(share(), max_iters=1)
+    else:
+        trainer = start(when)
+    with pytest.raises(ValueError, match=r"got '0\.weight', which came after attach; .*Freeze") as raised:
+        trainer.run(share(), max_iters=H)
+    assert "\n" not in str(raised.value)
+    assert trainer.state.iteration == (0 if when == "before the run" else H)
+
+
 def _other_model() -> None:
     _, outer = make()
     outer.load_state_dict({**outer.state_dict(), "weights": {"weight": torch.zeros(2, 3)}})
