@@ -72,7 +72,7 @@ class ElasticLauncher:
     counts for its replica, whose other ranks are killed. When the last update is made, no replica is started again, unless the
     script begins another run; when one has ended without an error then, the others have a minute to end. SIGINT and SIGTERM are
     passed on to all of them, and no replica is started again. All of them get SIGTERM too when one has ended three times in a
-    row within 20 s of its start, by a signal or not, or once more than `max_restarts` allows.
+    row within 20 s of its start, by another signal than SIGKILL or without one, or once more than `max_restarts` allows.
 
     That the last update is made is known from a file, which a trainer with `reduction="elastic"` makes when its run has ended:
     at a limit, after a request to stop, or since nothing was left to do. A script without such a trainer has to make it, under
@@ -208,15 +208,14 @@ class ElasticLauncher:
     def _start_again(self, number: int, code: int) -> None:
         before, what = self.replicas[number], f"replica {number} has ended with status {code}"
         what += "" if code else " before the last update"
-        at_once = before.at_once + 1 if time.monotonic() - before.begun < _AT_ONCE_SECONDS else 0
-        why_not = ""
-        if at_once >= _MAX_AT_ONCE:
-            why_not = f"{at_once} times in a row soon after it was started"
-        elif self.num_restarts >= self._max_restarts:
-            used_up = f"and max_restarts={self._max_restarts} is used up"
-            why_not = f"{used_up}; correct why replicas end, or pass a larger --max-restarts"
-        if why_not:
-            _logger.error(f"{what} {why_not}")
+        # SIGKILL comes from outside, as where a machine is taken away.
+        soon = time.monotonic() - before.begun < _AT_ONCE_SECONDS and code != -signal.SIGKILL
+        at_once = before.at_once + 1 if soon else 0
+        if at_once >= _MAX_AT_ONCE or self.num_restarts >= self._max_restarts:
+            why = f"{at_once} times in a row soon after it was started"
+            if at_once < _MAX_AT_ONCE:
+                why = f"and max_restarts={self._max_restarts} is used up; correct why replicas end, or pass a larger --max-restarts"
+            _logger.error(f"{what} {why}")
             self.pass_on(signal.SIGTERM)
             return
         told = "; a script whose trainer is not elastic must make the file in $IGNITE_TRAIN_ENDED when it is done"
