@@ -214,7 +214,8 @@ class ElasticLauncher:
         if at_once >= _MAX_AT_ONCE or self.num_restarts >= self._max_restarts:
             why = f"{at_once} times in a row soon after it was started"
             if at_once < _MAX_AT_ONCE:
-                why = f"and max_restarts={self._max_restarts} is used up; correct why replicas end, or pass a larger --max-restarts"
+                used_up = f"and max_restarts={self._max_restarts} is used up"
+                why = f"{used_up}; correct why replicas end, or pass a larger --max-restarts"
             _logger.error(f"{what} {why}")
             self.pass_on(signal.SIGTERM)
             return
