@@ -245,12 +245,12 @@ class TrainState(_Carrying):
     _progress: Callable[[], float | None] = staticmethod(lambda: None)
     _size_of: Callable[[Any], int | None] = staticmethod(len)  # of a group
 
-    def __init__(self, carried: Carried | None = None) -> None:
+    def __init__(self) -> None:
         # Ignite keeps one map of events to counters for the whole process, which any other engine can re-point.
         self.event_to_attr = {**EVENT_COUNTERS}
         super().__init__(num_steps=0, num_skipped=0, num_micro_batches=0, forward_output=None, update_output=None)
         self.micro_batch_in_group = None
-        self._carried = Carried() if carried is None else carried
+        self._carried = Carried()
 
     if not TYPE_CHECKING:  # or else each attribute would be known
 
