@@ -20,15 +20,13 @@ _MILLISECOND = 1e-3
 class EventTimes:
     """How long the device works on each section of an update, between events on its current stream.
 
-    `drain` looks only at updates whose last event the device has reached. Of those that wait, at most 64 are kept; `num_lost`
-    says how many were given up.
+    `drain` looks only at updates whose last event the device has reached. Of those that wait, at most 64 are kept.
 
     Args:
         make_event: makes an event that knows the time.
     """
 
     def __init__(self, make_event: Callable[[], torch.Event]) -> None:
-        self.num_lost = 0
         self._make_event = make_event
         self._free: list[torch.Event] = []
         self._marks: list[tuple[str | None, torch.Event]] = []  # of the running update
@@ -52,7 +50,6 @@ class EventTimes:
         self.mark(section)
         if len(self._pending) > _MAX_PENDING:
             self._recycle(*self._pending.popleft())
-            self.num_lost += 1
 
     def drain(self) -> list[dict[str, float]]:
         """The seconds by section of each update that the device has done since the last call, the oldest first."""

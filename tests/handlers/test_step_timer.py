@@ -329,7 +329,6 @@ def test_what_waits_is_bounded(device: EventTimes) -> None:
     for _ in range(1000):
         device.mark("forward")
         device.end_update("handler")
-    assert device.num_lost == 1000 - 64
     assert FakeEvent.made < 64 * 4 + 10
     FakeEvent.reached = FakeEvent.now
     assert len(device.drain()) == 64
