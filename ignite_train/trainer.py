@@ -185,22 +185,20 @@ class Trainer(Loop):
         self,
         update: Process,
         grouping: MicroBatchGrouping,
-        parts: Mapping[str, Any] | None = None,
-        settings: Mapping[str, Any] | None = None,
-        state: TrainState | None = None,
-        output_transform: OutputTransform | None = None,
+        parts: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        state: TrainState,
+        output_transform: OutputTransform | None,
     ) -> None:
-        if not isinstance(grouping, MicroBatchGrouping):
-            raise TypeError(f"Trainer must not be called by itself, got {describe(update)} first; write {_MADE}")
         super().__init__(update)
-        self.state = TrainState() if state is None else state
+        self.state = state
         this = weakref.proxy(self)
         self.state.ask(lambda: this.progress.done_before(this.state), known_size)
         self.requests = RankRequests()
         self.piggybacks: list[Piggyback] = []
         self.moments, self.replicas = Moments(output_transform), Replicas()
-        self.parts: dict[str, Stateful] = dict(parts or {})
-        self.config = dict(settings or {})
+        self.parts: dict[str, Stateful] = dict(parts)
+        self.config = dict(settings)
         self.resume_with: Callable[[str | Path], AbstractContextManager[None]] | None = None  # of a `Checkpoint`
         self.default_handlers: list[DefaultHandler] = []  # attached by default and not by the user
         self.data = RunData(
@@ -255,8 +253,7 @@ class Trainer(Loop):
 
     def __repr__(self) -> str:
         parts = [type(part).__name__ for part in self.parts.values()]
-        steps, precision = (self.config.get(name) for name in ("accumulation_steps", "precision"))
-        settings = [f"accumulation_steps={steps}"] * (steps is not None) + [str(precision)] * (precision is not None)
+        settings = [f"accumulation_steps={self.config['accumulation_steps']}", self.config["precision"]]
         counters = [f"epoch {self.state.epoch}", f"update {self.state.iteration}"]
         return f"{type(self).__name__}({', '.join([*parts, *settings, *counters])})"
 
@@ -616,7 +613,7 @@ class Trainer(Loop):
         state, progress = self.state, self.progress
         if state.max_iters is not None:
             return state.max_iters
-        are_alike = self.data.stream is not None or isinstance(self.config.get("accumulation_steps", 1), int)
+        are_alike = self.data.stream is not None or isinstance(self.config["accumulation_steps"], int)
         if state.max_epochs is None or not state.epoch_length or not are_alike:
             return None
         to_come = (state.max_epochs - state.epoch) * state.epoch_length
@@ -729,7 +726,7 @@ class Trainer(Loop):
         """
         carried = Carried()
         if is_ignite_state(state_dict):
-            converted = from_ignite_state(state_dict, self.config.get("accumulation_steps", 1))
+            converted = from_ignite_state(state_dict, self.config["accumulation_steps"])
             fresh = {"update": self.process.state_dict(), "carried": carried.state_dict(), "end_of_epoch": []}
             state_dict = {**state_dict, **converted, **fresh}
         counters = dict.fromkeys((*_COUNTERS, "epochs_completed", "epoch_iteration"), COUNT)

@@ -34,15 +34,13 @@ def start_description(trainer: Trainer) -> Description:
     """
     description: dict[str, str] = {}
     update = vars(trainer.process)  # of an `Update`, whose folder this one does not import
-    settings = {**trainer.config, **{name: update[name] for name in _OF_UPDATE if name in update}}
+    settings = {**trainer.config, **{name: update[name] for name in _OF_UPDATE}}
     for name, value in settings.items():
         if name not in _OF_EACH_RANK:
             description |= _plain(name, value)
     description |= _limits(trainer) | _described_handlers(trainer)
-    model, of_model = trainer.parts.get("model"), Description()
-    if isinstance(model, nn.Module):
-        wrapped = update["gather"].passes.model if "gather" in update else model
-        of_model = described_model(model, {*own_parameters(wrapped), *own_buffers(wrapped)})
+    wrapped = update["gather"].passes.model
+    of_model = described_model(trainer.model, {*own_parameters(wrapped), *own_buffers(wrapped)})
     of_trainer = Description(
         {**description, **of_model.of_all}, in_order={**_orders(trainer), **of_model.in_order}, buffers=of_model.buffers
     )

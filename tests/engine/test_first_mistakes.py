@@ -946,7 +946,7 @@ class TakesAnything(nn.Module):
 
 # What somebody passes who comes from Ignite, Lightning, Accelerate or Hugging Face.
 WORDS += [
-    (lambda: Trainer(*PARTS), TypeError, f"Trainer {ALONE}, got {LINEAR} first; {CREATE}"),
+    (lambda: Trainer(*PARTS), TypeError, f"Trainer {ALONE} (missing a required argument: 'settings'); {CREATE}"),
     (
         lambda: Trainer(max_epochs=3),
         TypeError,

@@ -77,7 +77,8 @@ class TrainerAsEngine(Trainer):
     """
 
     def __init__(self, process_function: Callable[[Any, Any], Any]) -> None:
-        super().__init__(Processing(process_function), MicroBatchGrouping(1))
+        settings = {"accumulation_steps": 1, "precision": "fp32"}
+        super().__init__(Processing(process_function), MicroBatchGrouping(1), {}, settings, TrainState(), None)
         if process_function is None:
             raise ValueError("Engine must be given a processing function in order to run.")
         _check_signature(process_function, "process_function", self, None)
