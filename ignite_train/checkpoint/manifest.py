@@ -24,7 +24,6 @@ __all__ = [
     "MANIFEST",
     "MAX_INDEX_BYTES",
     "MAX_MARKS",
-    "OLDEST",
     "FileRecord",
     "Manifest",
     "UnusableCheckpoint",
@@ -47,9 +46,7 @@ __all__ = [
 ]
 
 FORMAT = 1
-"""The format that is written, and the newest that is read; see docs/reliability.md for when it is raised."""
-OLDEST = 1
-"""The oldest format that is read."""
+"""The format that is written. All from 1 to it are read; see docs/reliability.md for when it is raised."""
 MANIFEST = "manifest.json"
 MAX_INDEX_BYTES = 256 * 2**20
 MAX_MARKS = 16 * MAX_NODES
@@ -301,10 +298,7 @@ def _checked(values: Any, checkpoint: Path) -> Manifest:
     found = values.get("format") if isinstance(values, dict) else None
     if type(found) is int and FORMAT < found < _NO_FORMAT:
         raise CheckpointFormatError(str(checkpoint), found, FORMAT)
-    if type(found) is int and 0 < found < OLDEST:
-        earlier = f"in format {found}, and this one reads formats from {OLDEST} on"
-        raise CheckpointFormatError(str(checkpoint), found, FORMAT, earlier)
-    if type(found) is not int or not OLDEST <= found <= FORMAT:
+    if type(found) is not int or not 1 <= found <= FORMAT:
         raise ValueError(f"its manifest has the invalid format {found!r:.20}")
     fields = {key: value for key, value in values.items() if key != "format"}
     needed, known = field_names(Manifest)
