@@ -199,10 +199,8 @@ class SmallReplicasCrossing(ReplicasCrossing):
             RuntimeError: torch's own, as in the next forward of DDP: it has the gradients of some parameters only and waits for
                 those of others.
         """
-        reducer = vars(self._ddp).get("reducer")
-        if reducer is not None:
-            check_reducer_finished(reducer)
-            disarm_reducer(reducer)
+        check_reducer_finished(self._ddp.reducer)
+        disarm_reducer(self._ddp.reducer)
 
 
 def _has_hooks(ddp: DistributedDataParallel) -> bool:
