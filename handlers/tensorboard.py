@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,7 +35,6 @@ from ignite_train.trainer import Trainer
 
 __all__ = ["TensorBoard"]
 
-_logger = logging.getLogger(__name__)
 _BINS = 64
 _GROUPS = {*PUBLISHED_METRICS.values()} - {"train"}
 

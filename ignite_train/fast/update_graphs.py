@@ -467,7 +467,6 @@ class _Graph:
     def __init__(self, function: MethodType, settings: Mapping[str, Any], device: torch.device) -> None:
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-        self._settings = settings
         self._function, self._compiled = function, torch.compile(function, **_arguments(settings, on_cpu=device.type == "cpu"))
         self._set_lookup: Callable[[Any], Any] | None = vars(torch._C._dynamo.eval_frame).get("set_eval_frame")
         self._refusals = (TorchDynamoException, FailOnRecompileLimitHit)
