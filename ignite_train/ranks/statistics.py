@@ -202,9 +202,9 @@ class Statistics:
         """Forgets what was added since `mark`."""
         self._sums, self._logs, self._count = mark
 
-    def own_totals(self, norm: float) -> Totals:
-        """The sums of this rank so far, with the norm of its gradients. Synchronises with the device."""
-        return self._own(norm)[0]
+    def own_totals(self) -> Totals:
+        """The sums of this rank so far, without a norm. Synchronises with the device."""
+        return self._own(0.0)[0]
 
     def leave_out(self) -> None:
         """Takes the loss, the sample size and the logs of this rank out of what `pack` sends."""

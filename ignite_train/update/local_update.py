@@ -48,7 +48,7 @@ class _OwnDecision(Piggyback):
 
     def payload(self) -> Sequence[float]:
         """Whether this rank steps, whether it is not finite, and of a rank that steps norm² and clip coefficient."""
-        self.decision = own = self._decide(self._statistics.own_totals(0.0))
+        self.decision = own = self._decide(self._statistics.own_totals())
         if own.skipped_reason is None:
             squared = own.grad_norm * own.grad_norm  # a power raises an OverflowError where a product is infinite
             return [1.0, 0.0, squared, own.clip_coefficient]

@@ -96,7 +96,7 @@ def check(trainer: Trainer, model: nn.Module, end: End) -> None:
     assert dict(zip(PARTS, changed, strict=True)) == dict(zip(PARTS, TABLE[end], strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
     assert (trainer.state.forward_output, trainer.state.micro_batch_in_group) == (None, None)
-    assert trainer.process.gather.statistics.own_totals(0.0).sample_size == 0  # type: ignore[attr-defined]
+    assert trainer.process.gather.statistics.own_totals().sample_size == 0  # type: ignore[attr-defined]
 
 
 class Noting:
