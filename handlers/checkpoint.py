@@ -120,7 +120,6 @@ class Checkpoint(Handler):
 
     Attributes:
         held_seconds: how long the run waited for the latest save, in seconds.
-        total_held_seconds: how long the run waited for all saves of this process, in seconds.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -190,7 +189,7 @@ class Checkpoint(Handler):
         )
         self.to_save, self.config = checked_objects({} if to_save is None else to_save), mapping_of("config", config)
         self.on_changed_data = one_of("on_changed_data", on_changed_data, ("raise", "warn"))
-        self.held_seconds = self.total_held_seconds = 0.0
+        self.held_seconds = 0.0
         self._leave_out, self._script_wins = checked_names("leave_out", leave_out), checked_names("script_wins", script_wins)
         self._frozen_once, self._held = one_of("frozen", frozen, ("each", "once")) == "once", HeldState()
         self._is_attached = self._is_running = self._has_warned = False
@@ -515,7 +514,6 @@ class Checkpoint(Handler):
             self.saver.save(capture(run, self._held), manifest, is_last=is_last)
         self.cadence.note_save(self._moment(is_last=is_last), manifest.score, started)
         self.held_seconds = time.monotonic() - started
-        self.total_held_seconds += self.held_seconds
 
     def _warn_of_traces(self) -> None:
         """Warns of what an update has left that broke off before this was attached: since then each remembers everything."""
