@@ -321,12 +321,10 @@ def set_generator_state(generator: Generator, state: Any) -> None:
 
 
 def _are_alike(one: Any, other: Any) -> bool:
-    """Whether two states of a generator are the same."""
+    """Whether two states of one generator are the same."""
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
-        if one.keys() != other.keys():
-            return False
         for key, value in one.items():
             is_one = isinstance(value, (Tensor, np.ndarray, dict))
             if not (_are_alike(value, other[key]) if is_one else value == other[key]):
