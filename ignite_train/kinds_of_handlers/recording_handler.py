@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ignite.engine import Engine, Events, RemovableEventHandle
 
-from ignite_train.arguments import COUNT, NUMBERS, check_fields, one_of, optional
+from ignite_train.arguments import COUNT, NUMBERS, check_fields, one_of
 from ignite_train.events import Event, every
 from ignite_train.kinds_of_handlers.handler import Handler
 from ignite_train.metrics import changed_numbers, grouped_metric, grouped_metrics, single_metrics
@@ -133,11 +133,8 @@ class RecordingHandler(Handler):
             TypeError: `state_dict` is not a mapping.
             ValueError: a key is missing, or a value is of another kind.
         """
-        if "points" not in state_dict:  # of a file of text, from an earlier version
-            is_latest = state_dict.get("written") == state_dict.get("latest")
-            state_dict = {**state_dict, "points": state_dict.get("numbers", {}) if is_latest else {}}
-        check_fields(type(self).__name__, state_dict, {"latest": optional(COUNT), "points": NUMBERS})  # None: in earlier ones
-        self.latest, self.points = state_dict["latest"] or 0, dict(state_dict["points"])
+        check_fields(type(self).__name__, state_dict, {"latest": COUNT, "points": NUMBERS})
+        self.latest, self.points = state_dict["latest"], dict(state_dict["points"])
 
     def written_name(self, name: str) -> str:
         """The name under which a metric of the trainer is written."""

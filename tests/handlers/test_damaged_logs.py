@@ -258,7 +258,7 @@ def test_a_long_log_is_opened_with_few_reads(tmp_path: Path, kind: str, widens: 
     monkeypatch.setattr(Path, "open", counted)
     monkeypatch.setattr(CountedFile, "reads", 0)
     trainer, log = make(tmp_path, kind)
-    log.load_state_dict({"latest": 4, "lines": number})
+    log.load_state_dict({"latest": 4, "points": {}, "lines": number})
     trainer.state.metrics["late" if widens else "loss"] = 1.0
     log(trainer)
     log.finish()

@@ -571,7 +571,7 @@ def test_rank_0_writes_and_its_failure_ends_all(tmp_path: Path) -> None:
     [
         ([1, 2], "state_dict must be what JsonLines.state_dict.. gave"),
         ({"latest": 1}, "got one without lines"),
-        ({"latest": -1, "lines": 1}, "state_dict.'latest'. must be an integer of at least 0, or None, got -1"),
+        ({"latest": -1, "points": {}, "lines": 1}, "state_dict.'latest'. must be an integer of at least 0, got -1"),
         ({"latest": 1, "lines": 0.5}, "state_dict.'lines'. must be an integer of at least 0, got 0.5"),
     ],
     ids=["list", "key", "latest", "lines"],
