@@ -260,8 +260,7 @@ def schedule_problems(
 ) -> Iterator[Difference | str]:
     """Why a saved state is not of this schedule, over these parameter groups; those that were added have no base rate."""
     mine, current = schedule_class(schedule), schedule.state_dict()
-    # An older version did not write the classes of the parts, which have other options.
-    if described not in (None, mine, type(schedule).__qualname__):
+    if described not in (None, mine):
         yield f"{described!s:.200} wrote it, and this run has {mine}"
     elif not isinstance(saved, Mapping):
         yield f"it is {describe(saved)}"

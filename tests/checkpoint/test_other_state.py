@@ -966,21 +966,6 @@ def test_a_schedule_of_other_parts_is_refused(name: str, tmp_path: Path) -> None
     assert says in refusal(scheduled(tmp_path, now))
 
 
-@pytest.mark.parametrize("name", OTHER_PARTS)
-def test_other_parts_are_refused_by_their_options_where_their_classes_were_not_recorded(name: str, tmp_path: Path) -> None:
-    """An earlier version recorded the outer class alone; with the same parts, its checkpoint is resumed."""
-    before, now, _ = OTHER_PARTS[name]
-    scheduled(tmp_path, before).run(LOADER, max_iters=2)
-
-    def forget(index: Any, _: Any) -> None:
-        (entry,) = next(entry for entry in index["objects"]["description"]["dict"] if entry[0] == "schedules")[1]["dict"]
-        entry[1] = entry[1].partition("[")[0]
-
-    forge(tmp_path, forget)
-    assert "is of another schedule at 'handlers/LearningRateSchedule': " in refusal(scheduled(tmp_path, now))
-    assert scheduled(tmp_path, before).run(LOADER, max_iters=3).iteration == 3
-
-
 @pytest.mark.parametrize(
     ("before", "now", "says"),
     [
