@@ -260,8 +260,7 @@ class DataPosition:
             )
         if self._stateful is not None and self._has_state_of_same_kind(saved):
             self._opening = dict(saved["opening"])
-            if "torch" in self._opening:  # a checkpoint of an older version has only the loader's own
-                restore_random_state(self._opening)
+            restore_random_state(self._opening)
             self._set_own_generators(self._opening["own"])  # its sampler may be opened again and read past
             self.has_restored = True
             self._notes, self._own_after = [(saved["loader"], None)] * 2, saved["generators"]
