@@ -155,9 +155,7 @@ def moves_itself(value: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _takes_non_blocking(kind: type) -> bool:
-    to = own_to(kind)
-    if to is None:
-        return False
+    to: Any = own_to(kind)  # `moves_itself` has seen that there is one
     try:
         parameters = inspect.signature(to).parameters
     except ValueError:  # some methods that are not written in Python have none
