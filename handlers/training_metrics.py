@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-import resource
+import mmap
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -349,19 +349,27 @@ class TrainingMetrics(Handler):
 
 def _memory(device: torch.device) -> dict[str, float]:
     """GiB that this process holds, on `device` too if that is an accelerator, whose peak is then counted from here again."""
-    try:
-        with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123  # a third of the time of Path's
-            resident = int(file.read().split()[1]) * float(resource.getpagesize())
-    except FileNotFoundError:
-        # Elsewhere than on Linux it is the most there ever was, which macOS gives in bytes.
-        resident = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-    metrics = {"host_memory": resident / _GIB}
+    resident = _resident_bytes()
+    metrics = {} if resident is None else {"host_memory": resident / _GIB}
     if device.type in ("cuda", "xpu"):  # whose allocators tell, without waiting for the device
         metrics["memory_allocated"] = torch.accelerator.memory_allocated(device) / _GIB
         metrics["memory_reserved"] = torch.accelerator.memory_reserved(device) / _GIB
         metrics["memory_peak"] = torch.accelerator.max_memory_allocated(device) / _GIB
         torch.accelerator.reset_peak_memory_stats(device)
     return metrics
+
+
+def _resident_bytes() -> float | None:
+    """What this process holds; elsewhere than on Linux the most that it ever held. None where that is not known."""
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123  # a third of the time of Path's
+            return int(file.read().split()[1]) * float(mmap.PAGESIZE)
+    except FileNotFoundError:
+        if sys.platform == "win32":
+            return None
+        import resource
+
+        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # in bytes on macOS
 
 
 def _hints(seconds: Mapping[str, float], data: Any, device: torch.device, precision: str, *, epochs: int) -> Iterator[str]:

@@ -47,7 +47,7 @@ from ignite_train.ranks.statistics import Statistics
 from ignite_train.ranks.wrapping import crossing_for
 from ignite_train.state import TrainState
 from ignite_train.trainer import OutputTransform, Trainer
-from ignite_train.update.compilation import Compile, compile_in_place, of_model
+from ignite_train.update.compilation import WHOLE, Compile, compile_in_place, of_model
 from ignite_train.update.decision import Rules
 from ignite_train.update.elastic_update import ElasticUpdate
 from ignite_train.update.forward_backward import ForwardBackward
@@ -145,7 +145,7 @@ def create_trainer(
         >>> state.iteration, state.update_output.sample_size  # three updates of two micro-batches
         (3, 8.0)
     """
-    options, seed = _checked_options(options), None if seed is None else whole_number("seed", seed)
+    options, seed = _checked_options(options, compile), None if seed is None else whole_number("seed", seed)
     _check_model(model)
     optimizers, state = _checked_optimizers(model, optimizer, options), TrainState()
     scaling, device = _loss_scaling(loss_scaling, precision), next(model.parameters()).device
@@ -255,10 +255,15 @@ def check_transform(transform: Any) -> None:
         raise TypeError(f"output_transform must be a function, or None, got {describe(transform)}")
 
 
-def _checked_options(options: Any) -> UpdateOptions:
+def _checked_options(options: Any, compiled: Compile) -> UpdateOptions:
     options = UpdateOptions() if options is None else options
     if not isinstance(options, UpdateOptions):
         raise TypeError(f"options must be UpdateOptions(...), got {describe(options)}")
+    if not options.fast and (compiled == WHOLE or (isinstance(compiled, Mapping) and WHOLE in compiled)):
+        raise ValueError(
+            f"compile must not be {compiled!r:.60} with UpdateOptions(fast=False), which leaves graphs of whole updates out; "
+            "pass compile=True, or leave fast out"
+        )
     return replace(options, fast=False) if os.environ.get("IGNITE_TRAIN_FAST") == "0" else options
 
 
@@ -311,13 +316,14 @@ def _description(
     max_grad_norm = dict(max_grad_norm) if isinstance(max_grad_norm, Mapping) else max_grad_norm
     described = {"accumulation_steps": steps, "max_grad_norm": max_grad_norm, "precision": precision}
     described["reduction"] = options.reduction
-    for field in fields(options):
-        value = getattr(options, field.name)
-        if value != field.default and field.name not in ("reduction", "fast"):  # the latter changes no result
-            described[field.name] = "a function" if callable(value) else [*value] if isinstance(value, tuple) else value
+    rare = {
+        one.name: "a function" if callable(value) else value
+        for one in fields(options)
+        if (value := getattr(options, one.name)) != one.default and one.name not in ("reduction", "fast")  # no other result
+    }
     seeded = {} if seed is None else {"seed": seed}
     scaled = {"loss_scaling": {"class": type(scaling).__name__, **settings_of(scaling)}} if scaling.enabled else {}
-    return described | seeded | scaled
+    return described | seeded | scaled | ({"options": rare} if rare else {})
 
 
 def _recovery(

@@ -81,10 +81,10 @@ def test_rare_settings_of_the_update_that_differ_are_told(tmp_path: Path, caplog
     assert resumed(caplog) == ""
     build(tmp_path, options=UpdateOptions(normalize=False, on_nonfinite="skip")).run(LOADER, max_epochs=3)
     line = resumed(caplog)
-    assert "trainer.normalize: nothing -> False" in line
-    assert "trainer.on_nonfinite: nothing -> 'skip'" in line
+    assert "trainer.options.normalize: nothing -> False" in line
+    assert "trainer.options.on_nonfinite: nothing -> 'skip'" in line
     build(tmp_path).run(LOADER, max_epochs=4)
-    assert "trainer.normalize: False -> nothing" in resumed(caplog)
+    assert "trainer.options.normalize: False -> nothing" in resumed(caplog)
 
 
 def test_a_part_that_is_frozen_on_one_side_only_is_told(tmp_path: Path, caplog: Any) -> None:

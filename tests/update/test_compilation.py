@@ -284,6 +284,9 @@ def test_what_cannot_be_compiled_is_refused():
     """A misspelt argument, second derivatives and a model that torch would leave as it is are told before the first batch."""
     with pytest.raises(TypeError, match="compile must be a bool or a mapping"):
         make(compile="inductor")
+    for whole in ("update", {"update": True, "backend": "eager"}):
+        with pytest.raises(ValueError, match=r"compile must not be .* with UpdateOptions\(fast=False\)"):
+            make(compile=whole, fast=False)
     with pytest.raises(ValueError, match="retain_graph must be False with compile"):
         make(compile=True, retain_graph=True)
     with pytest.raises(ValueError, match="create_graph must be False with compile"):
