@@ -179,7 +179,10 @@ def _findings(probe: _Probe) -> list[str]:
         is_sum = is_equal(part["loss"], doubled["loss"], factor=2) and not _is_mean_of_columns(probe, part["loss"])
         return [_bare_sum(count)] if is_sum else []
     if not is_equal(part[""], doubled[""], factor=2):
-        return []
+        is_of_fields = count != part[""] == doubled[""] == probe.parts.num_fields
+        return (
+            [_number_of_fields(part[""], count)] if is_of_fields and is_equal(part["loss"], doubled["loss"], factor=2) else []
+        )
     is_square = is_equal(part["loss"], doubled["loss"], factor=4)
     stays = [name for name, value in part.items() if name and probe.is_same(value, doubled[name])]
     means, size = _means(probe, stays, part), part[""] * count / probe.parts.size
@@ -236,6 +239,13 @@ def _bare_sum(count: int) -> str:
     )
 
 
+def _number_of_fields(size: float, count: int) -> str:
+    return (
+        f"forward returned sample_size={size:g}, the number of fields of the micro-batch, as len(batch) is, with a loss that "
+        f"looks like a sum over {count} samples; return the number of samples, such as the length of the target"
+    )
+
+
 def _declared_mean(size: float) -> str:
     return (
         f"forward returned sample_size={size:g} with a loss that looks like a mean; if it is one, loss and gradient are "
@@ -269,12 +279,16 @@ class _Parts:
 
     Attributes:
         count: the same.
+        num_fields: how many entries a pair or a dict has; 0 where they are all alike, as the samples of a list are.
         size: how many samples the first part has.
         sizes: of each part.
     """
 
     def __init__(self, leaves: list[Any], structure: Any, count: int) -> None:
         self._leaves, self._structure, self.count = leaves, structure, count
+        whole = pytree.tree_unflatten(leaves, structure)
+        kinds = {str(pytree.tree_map(_kind, one)) for one in whole} if isinstance(whole, (tuple, list)) else ()
+        self.num_fields = len(whole) if isinstance(whole, dict) or len(kinds) > 1 else 0
         self.size = size = count // 2 if count >= _FEW else 1  # of a half
         # The second half with what is left over, or without one sample: an accuracy that is alike in both halves differs there.
         others = slice(size if count > 2 * size else size + 1, count)
@@ -313,6 +327,10 @@ class _Parts:
             return torch.cat([chosen, chosen], dim=1) if is_widened and leaf.dim() > 1 else chosen
 
         return pytree.tree_unflatten([*map(change, self._leaves)], self._structure)
+
+
+def _kind(leaf: Any) -> Any:
+    return (leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else type(leaf)
 
 
 class _BrokenOffError(Exception):

@@ -259,6 +259,47 @@ def test_a_function_that_sums_is_noticed_in_a_supervised_trainer(loss: Any) -> N
         supervised(loss, batch())
 
 
+PAIR = [batch()["x"], batch()["c"]]
+TABLE = {name: batch()[name] for name in ("x", "c", "y")}
+
+
+@pytest.mark.parametrize("given", [PAIR, tuple(PAIR), TABLE, batch(7)], ids=["list", "pair", "dict", "six-fields"])
+def test_the_number_of_fields_as_sample_size_is_noticed(given: Any) -> None:
+    """`len` of a micro-batch is the number of its tensors; loss and step were some times too large."""
+
+    def forward(m: nn.Module, b: Any) -> ForwardOutput:
+        x, c = (b["x"], b["c"]) if isinstance(b, dict) else b
+        return ForwardOutput(F.cross_entropy(m(x), c, reduction="sum"), sample_size=len(b))
+
+    (message,) = told(forward, given)
+    assert f"sample_size={len(given)}, the number of fields of the micro-batch" in message
+
+
+def of_samples(m: nn.Module, b: list[Tensor]) -> ForwardOutput:
+    """A list of samples, each with its steps."""
+    return ForwardOutput(sum((m(x).pow(2).sum() for x in b), torch.zeros(())), sample_size=len(b))
+
+
+def of_pairs(m: nn.Module, b: list[list[Tensor]]) -> ForwardOutput:
+    """A list of samples, each with its boxes and their classes, as detection has them."""
+    return ForwardOutput(sum((F.cross_entropy(m(x), c, reduction="sum") for x, c in b), torch.zeros(())), sample_size=len(b))
+
+
+@pytest.mark.parametrize(
+    ("forward", "given"),
+    [
+        (of_samples, [batch()["x"], batch()["x"] + 1]),
+        (of_pairs, [PAIR, [PAIR[0] + 1, PAIR[1]]]),
+        (lambda m, b: ForwardOutput(F.cross_entropy(m(b[0]), b[1], reduction="sum"), 128), PAIR),
+        (lambda m, b: ForwardOutput(F.cross_entropy(m(b[0]), b[1], reduction="sum"), 1), PAIR),
+        (lambda m, b: ForwardOutput(F.cross_entropy(m(b[0]), b[1], reduction="sum"), 2), [batch(2)["x"], batch(2)["c"]]),
+    ],
+    ids=["samples", "detection", "constant", "of-the-micro-batch", "two-samples"],
+)
+def test_a_number_that_is_not_of_fields_is_right(forward: Callable[..., Any], given: Any) -> None:
+    assert told(forward, given) == []
+
+
 @table(MEANS)
 def test_a_bare_mean_is_right(loss: Any) -> None:
     """It is what a bare loss is taken for."""
