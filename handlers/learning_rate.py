@@ -10,12 +10,14 @@ from ignite.engine import Events, RemovableEventHandle
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingLR,
+    ExponentialLR,
     LRScheduler,
     MultiStepLR,
     OneCycleLR,
     PolynomialLR,
     ReduceLROnPlateau,
     SequentialLR,
+    StepLR,
 )
 
 from ignite_train.arguments import describe
@@ -39,6 +41,8 @@ _LENGTHS: dict[type[LRScheduler], tuple[str, str]] = {
     WarmUpSchedule: ("total", "its learning rate will stay at its final value"),
 }
 """Schedules that are made for a number of steps: the option with that number, and what happens after them."""
+_BY_EPOCH = Events.EPOCH_STARTED, Events.EPOCH_COMPLETED
+_ALMOST_NOTHING = 1e-6  # of the first rate
 
 
 class LearningRateSchedule(Handler):
@@ -46,7 +50,8 @@ class LearningRateSchedule(Handler):
 
     It calls the scheduler's own `step()`: Ignite's wrapper computes the rates of many schedulers wrongly with current torch.
     A warning tells what the schedule will do if it is made for at most half of the run's updates, as one whose length was
-    counted in epochs is; if the limit of a finished run is raised beyond it; and if something else steps it as well.
+    counted in epochs is; if it is made for its micro-batches, where an update has several; if its rate falls to almost nothing
+    by steps of an epoch; if the limit of a finished run is raised beyond it; and if something else steps it as well.
 
     Args:
         scheduler: any scheduler of `torch.optim.lr_scheduler` whose `step` needs no argument, counted in steps.
@@ -152,7 +157,7 @@ class LearningRateSchedule(Handler):
         num_skipped = trainer.state.num_skipped if self._event is TrainEvents.STEP_COMPLETED else 0
         for scheduler, last_step in _parts(self.scheduler, self._steps_to_come(trainer)):
             if trainer.state.iteration == 0:
-                _compare_length(scheduler, last_step, trainer.state.max_epochs)
+                _compare_length(scheduler, last_step, trainer, by_epoch=self._event in _BY_EPOCH)
                 continue
             if isinstance(scheduler, OneCycleLR) and last_step is not None:
                 _refuse_more_steps(scheduler, last_step)
@@ -204,34 +209,48 @@ def _warn_of_the_end(scheduler: LRScheduler, num_skipped: int) -> None:
         )
 
 
-def _compare_length(scheduler: LRScheduler, steps: int | None, max_epochs: int | None) -> None:
-    """Warns of a schedule that ends in the first half of a run, as one does whose length was counted in epochs.
+def _compare_length(scheduler: LRScheduler, steps: int | None, trainer: Trainer, *, by_epoch: bool) -> None:
+    """Warns of a schedule that ends in the first half of a run, or not at all, as one counted in epochs or micro-batches does.
 
     Raises:
         ValueError: the schedule cannot be stepped as often as the run will do it.
     """
-    kind = type(scheduler).__name__
-    name, consequence = _LENGTHS.get(type(scheduler), ("", ""))
-    length = vars(scheduler).get(name)
+    name, length, consequence = _length(scheduler, steps or 0, trainer.state.max_epochs)
+    if length is None or steps is None:
+        return
+    kind, remedy = type(scheduler).__name__, ", or step it once an epoch, by attach(trainer, Events.EPOCH_COMPLETED)"
+    if length > steps and type(scheduler) in _LENGTHS and not by_epoch:
+        accumulation, epochs = trainer.config.get("accumulation_steps", 1), trainer.state.max_epochs or 1
+        # What trainer.total_updates would make of it.
+        if not isinstance(accumulation, int) or length % epochs or -(-length // (epochs * accumulation)) * epochs != steps:
+            return
+        consequence, remedy = f"it was counted in micro-batches, of which accumulation_steps={accumulation} make an update", ""
+    elif length >= steps or (2 * length > steps and not isinstance(scheduler, OneCycleLR)):
+        return
+    total = "max_iters= of trainer.run" if trainer.replicas.are_elastic else "trainer.total_updates(loader, max_epochs=...)"
+    told = (
+        f"{kind} has {name}={length} and will be stepped {steps} times in this run: {consequence}; count in updates, by {total}"
+    )
+    if isinstance(scheduler, OneCycleLR) and length < steps:
+        raise ValueError(told + remedy)
+    if collectives.is_main_rank():
+        _logger.warning(told + remedy)
+
+
+def _length(scheduler: LRScheduler, steps: int, max_epochs: int | None) -> tuple[str, Any, str]:
+    """The option with the length of a schedule, the length, and what happens after it; None as length of what is usual."""
     if isinstance(scheduler, MultiStepLR):
         # Milestones early in a run are usual; those that all lie within the number of epochs are most likely epochs.
-        name, length, consequence = (
-            "milestones",
-            max(scheduler.milestones, default=None),
-            "its last milestone will be passed early",
-        )
-        if max_epochs is None or length is None or length > max_epochs:
-            return
-    if length is None or steps is None or length >= steps or (2 * length > steps and not isinstance(scheduler, OneCycleLR)):
-        return
-    told = (
-        f"{kind} has {name}={length} and will be stepped {steps} times in this run: {consequence}; count in updates, by "
-        "trainer.total_updates(loader, max_epochs=...), or step it once an epoch, by attach(trainer, Events.EPOCH_COMPLETED)"
-    )
-    if isinstance(scheduler, OneCycleLR):
-        raise ValueError(told)
-    if collectives.is_main_rank():
-        _logger.warning(told)
+        last = max(scheduler.milestones, default=None)
+        is_usual = max_epochs is None or last is None or last > max_epochs
+        return "milestones", None if is_usual else last, "its last milestone will be passed early"
+    if isinstance(scheduler, (StepLR, ExponentialLR)):
+        name, size = ("step_size", scheduler.step_size) if isinstance(scheduler, StepLR) else ("gamma", 1)
+        part = scheduler.gamma ** (steps // size)
+        is_usual = part >= _ALMOST_NOTHING or steps <= (max_epochs or 0)
+        return name, None if is_usual else vars(scheduler)[name], f"its learning rate will fall to {part:.0e} of the first one"
+    name, consequence = _LENGTHS.get(type(scheduler), ("", ""))
+    return name, vars(scheduler).get(name), consequence
 
 
 def _parts(scheduler: LRScheduler, steps: int | None) -> Iterator[tuple[LRScheduler, int | None]]:

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingLR,
+    ExponentialLR,
     LambdaLR,
     LinearLR,
     LRScheduler,
@@ -53,7 +55,15 @@ IN_EPOCHS: dict[str, tuple[Make, str]] = {
         lambda o: SequentialLR(o, [LinearLR(o, total_iters=2), CosineAnnealingLR(o, T_max=EPOCHS)], [2]),
         "CosineAnnealingLR has T_max=10 and",
     ),
-    "one of a chain": (lambda o: ChainedScheduler([StepLR(o, 3), CosineAnnealingLR(o, T_max=EPOCHS)]), "CosineAnnealingLR has"),
+    "steps": (
+        lambda o: StepLR(o, 3),
+        "StepLR has step_size=3 and will be stepped 80 times in this run: its learning rate will fall",
+    ),
+    "exponential": (lambda o: ExponentialLR(o, 0.8), "ExponentialLR has gamma=0.8 and will be stepped 80 times"),
+    "one of a chain": (
+        lambda o: ChainedScheduler([StepLR(o, 3, 0.9), CosineAnnealingLR(o, T_max=EPOCHS)]),
+        "CosineAnnealingLR has",
+    ),
 }
 
 
@@ -83,6 +93,9 @@ RIGHT: dict[str, Make] = {
     "longer": lambda o: CosineAnnealingLR(o, T_max=1000),
     "milestones": lambda o: MultiStepLR(o, [20, 60]),
     "early milestones": lambda o: MultiStepLR(o, [5, 60]),
+    "steps": lambda o: StepLR(o, 20),
+    "small steps": lambda o: StepLR(o, 5, 0.5),
+    "exponential": lambda o: ExponentialLR(o, 0.95),
     "one cycle": lambda o: OneCycleLR(o, 0.1, total_steps=80),
     "one cycle after a warm-up": lambda o: SequentialLR(
         o, [LinearLR(o, total_iters=5), OneCycleLR(o, 0.1, total_steps=75)], [5]
@@ -99,6 +112,51 @@ def test_a_length_in_updates_is_right(name: str, caplog: pytest.LogCaptureFixtur
     LearningRateSchedule(RIGHT[name](optimizer)).attach(trainer)
     trainer.run(DATA, max_epochs=EPOCHS)
     assert lines(caplog) == []
+
+
+MICRO_BATCHES = 8 * EPOCHS
+
+
+@pytest.mark.parametrize("accumulation_steps", [2, 3, 8])
+@pytest.mark.parametrize(
+    "build",
+    [lambda o, n: OneCycleLR(o, 0.1, total_steps=n), CosineAnnealingLR, lambda o, n: WarmUpSchedule(o, "cosine", total=n)],
+)
+def test_a_length_in_micro_batches_is_noticed(
+    build: Callable[[Optimizer, int], LRScheduler], accumulation_steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rate was far from its end when the run was over; another length beyond the run may be meant."""
+    for length, expected in ((MICRO_BATCHES, 1), (MICRO_BATCHES + 5, 0), (-(-8 // accumulation_steps) * EPOCHS, 0)):
+        caplog.clear()
+        model = cuts.linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainer = create_trainer(model, optimizer, cuts.forward, accumulation_steps=accumulation_steps)
+        LearningRateSchedule(build(optimizer, length)).attach(trainer)
+        trainer.run(DATA, max_epochs=EPOCHS)
+        found = [line for line in lines(caplog) if "counted in micro-batches" in line]
+        assert len(found) == expected
+        assert all("trainer.total_updates(loader, max_epochs=...)" in line for line in found)
+
+
+def test_an_epoch_of_micro_batches_is_no_length_of_a_schedule_by_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    model = cuts.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = create_trainer(model, optimizer, cuts.forward, accumulation_steps=2)
+    LearningRateSchedule(CosineAnnealingLR(optimizer, T_max=2 * EPOCHS)).attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.run(DATA, max_epochs=EPOCHS)
+    assert lines(caplog) == []
+
+
+def test_elastic_replicas_are_told_of_no_total_that_is_refused_there(caplog: pytest.LogCaptureFixture) -> None:
+    trainer, optimizer = make()
+    handler = LearningRateSchedule(CosineAnnealingLR(optimizer, T_max=EPOCHS))
+    state = SimpleNamespace(iteration=0, num_skipped=0, max_epochs=None)
+    elastic: Any = SimpleNamespace(state=state, replicas=SimpleNamespace(are_elastic=True), config={}, expected_updates=80)
+    elastic.progress = trainer.progress
+    handler._look_at_length(elastic)
+    (line,) = lines(caplog)
+    assert "count in updates, by max_iters= of trainer.run" in line
+    assert "total_updates" not in line
 
 
 def test_one_cycle_that_is_too_short_is_refused_at_the_start() -> None:
