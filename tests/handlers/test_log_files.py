@@ -78,6 +78,25 @@ def make(directory: Path, kind: str, *, every: int = 1, save: int | None = None,
     return trainer, log
 
 
+@pytest.mark.parametrize("kind", [JsonLines, Csv, TensorBoard])
+def test_a_log_without_metrics_says_that_it_has_written_nothing(
+    kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The handler that publishes numbers is another one. Once it is there, or an evaluation is written, no line."""
+    for with_metrics, with_evaluator, expected in ((False, False, 1), (True, False, 0), (False, True, 0)):
+        caplog.clear()
+        model = cuts.linear()
+        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), cuts.forward)
+        evaluator = create_evaluator(model, cuts.forward)
+        kind(tmp_path / f"{with_metrics}{with_evaluator}").attach(trainer, evaluator=evaluator if with_evaluator else None)
+        Validation(evaluator, DATA).attach(trainer)
+        if with_metrics:
+            TrainingMetrics().attach(trainer)
+        trainer.run(DATA)
+        lines = [line for line in caplog.messages if f"{kind.__name__} has written nothing: no metrics were published" in line]
+        assert len(lines) == expected
+
+
 @kinds
 def test_a_line_has_the_metrics(tmp_path: Path, kind: str) -> None:
     """Under their grouped names, bit by bit; validation is a line of its own; the end of the run is there."""
