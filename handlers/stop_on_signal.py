@@ -75,9 +75,10 @@ class StopOnSignal(Handler):
     begins_with_run = True
 
     def __init__(self, signals: Iterable[signal.Signals] = _SIGNALS, *, grace_seconds: float = 25.0) -> None:
-        if not isinstance(signals, Iterable):
+        listed = [*signals] if isinstance(signals, Iterable) else None
+        if listed is None or any(isinstance(one, str) for one in listed):
             raise TypeError(f"signals must be a sequence of signals, got {describe(signals)}; pass (signal.SIGTERM,), say")
-        self._requests = tuple(signal.Signals(number) for number in signals)
+        self._requests = tuple(signal.Signals(number) for number in listed)
         for number in self._requests:
             if number.name in ("SIGKILL", "SIGSTOP"):
                 raise ValueError(f"signals must be signals that a process can handle, got {number.name}; leave it out")

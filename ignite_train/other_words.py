@@ -94,6 +94,8 @@ OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
         _EMA: "() model",
     },
     "attach_defaults": {"attach_defaults(trainer, directory='runs/first')": "()"},
+    "ResumableLoader": {"ResumableLoader(dataset, batch_size=8, shuffle=True)": "()"},
+    "Trainer.total_updates": {"trainer.total_updates(loader, max_epochs=3)": "epochs num_epochs n_epochs num_train_epochs"},
     "TimeLimit": {"TimeLimit(3600), in seconds": "hours minutes duration max_time"},
     "TensorBoard": {"log_dir='runs/first', the first argument": "directory save_dir path logdir"},
     # Attributes.
@@ -129,6 +131,11 @@ OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
         "state.update_output.grad_norm": "grad_norm",
         "state.metrics[...] with TrainingMetrics; the sums of the latest update are state.update_output.logs": "*",
     },
+    "UpdateOutput": {
+        "state.update_output.loss, a plain number": "item",
+        "attach_metric(trainer, metric, name) for a metric of predictions, or read state.forward_output.outputs in "
+        "TrainEvents.FORWARD_COMPLETED": "outputs",
+    },
     # Names to import, from either module.
     "import": {
         _SAVE: "ModelCheckpoint Checkpointer DiskSaver save save_checkpoint save_model save_state save_pretrained",
@@ -149,6 +156,7 @@ OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
         "from ignite_train.handlers import TimeLimit": "Timer",
         "from ignite.engine import Events": "Events",
         "from ignite.engine import Engine": "Engine",
+        "create_evaluator(model, forward), the forward of the trainer": "create_supervised_evaluator",
         "a function and @trainer.on(Events.EPOCH_COMPLETED), or a class with attach(trainer)": "Callback TrainerCallback",
         "from ignite.metrics import Accuracy, whose metrics are attached to an evaluator": "Accuracy Loss Precision Recall",
         "deterministic(seed) of ignite_train, or create_trainer(..., seed=0)": "seed_everything set_seed manual_seed",
@@ -199,14 +207,16 @@ def answers_other_words(given: _Given, elsewhere: Mapping[str, str] | None = Non
         return given
     parameters = inspect.signature(given).parameters
     kinds = [one.kind for one in parameters.values()]
-    if inspect.Parameter.VAR_KEYWORD in kinds or inspect.Parameter.VAR_POSITIONAL in kinds:
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
         return given
     owner = given.__qualname__.removesuffix(".__init__").removesuffix(".attach")
-    places = sum(kind is not inspect.Parameter.KEYWORD_ONLY for kind in kinds)
+    takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+    places = sum(kind not in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD) for kind in kinds)
 
     @functools.wraps(given)
     def checked(*args: Any, **named: Any) -> Any:
-        refuse_arguments(given.__qualname__, (name for name in named if name not in parameters), parameters, elsewhere)
+        unknown = [name for name in named if not (takes_all or name in parameters)]
+        refuse_arguments(given.__qualname__, unknown, parameters, elsewhere)
         if len(args) > places:
             names = [name for name in [*parameters][:places] if name != "self"]
             given_names = f"{len(args) - places + len(names)} values"

@@ -86,6 +86,12 @@ class UpdateOutput:
         """Answers `output["loss"]`."""
         raise TypeError(f"UpdateOutput has attributes and no keys, got [{name!r}]; write state.update_output.{name}")
 
+    if not TYPE_CHECKING:  # or else each attribute would be known
+
+        def __getattr__(self, name: str) -> Any:
+            """Answers `output.item()`."""
+            raise refuse_attribute(self, name)
+
     @property
     def applied(self) -> bool:
         """Whether the parameters moved."""

@@ -157,7 +157,7 @@ def create_supervised_trainer(
 def _check_functions(loss_fn: Any, device: Any, **others: Any) -> None:
     """Looks at the functions that a micro-batch goes through, and where it goes, before there is one."""
     if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be callable as loss_fn(y_pred, y), got {loss_fn!r}")
+        raise TypeError(f"loss_fn must be callable as loss_fn(y_pred, y), got {describe(loss_fn)}")
     if isinstance(loss_fn, type):
         raise TypeError(f"loss_fn must be a loss and not its class, got {loss_fn.__name__}; write {loss_fn.__name__}()")
     if names_model(loss_fn):

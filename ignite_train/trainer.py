@@ -34,7 +34,7 @@ from ignite_train.forward import Forward, ForwardOutput
 from ignite_train.metrics import single_metrics
 from ignite_train.model.optimizers import parts_as_optimizers
 from ignite_train.model.precision import refuse_cached_autocast
-from ignite_train.other_words import made_by, refuse_arguments, refuse_attribute
+from ignite_train.other_words import answers_other_words, made_by, refuse_arguments, refuse_attribute
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback, RankRequests
 from ignite_train.state import Carried, TrainState, UpdateOutput
@@ -621,6 +621,7 @@ class Trainer(Loop):
             to_come += max(0, state.epoch_length - progress.epoch_iteration - progress.iterating)
         return state.iteration + to_come
 
+    @answers_other_words
     def total_updates(self, data: Iterable[Any] | None, max_epochs: int = 1, *, epoch_length: int | None = None) -> int:
         """The updates of a run from its beginning, for the length of a learning-rate schedule. Collective.
 

@@ -23,6 +23,7 @@ from ignite_train.model.random_state import (
     seed_of,
     seed_random_state,
 )
+from ignite_train.other_words import answers_other_words
 
 __all__ = ["HasSampleSeed", "ResumableLoader"]
 
@@ -83,6 +84,7 @@ class ResumableLoader(DataLoader[Any]):
         [4, 4, 2]
     """
 
+    @answers_other_words
     def __init__(
         self,
         dataset: Any,

@@ -438,16 +438,21 @@ def call(entry: Entry, event_args: tuple[Any, ...], event_kwargs: Any) -> None:
         first, args = (args[0](),), args[1:]
     try:
         handler(*first, *event_args, *args, **(kwargs | event_kwargs if event_kwargs else kwargs))
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         _explain(error, handler)
         raise
 
 
 def _explain(error: Exception, handler: Any) -> None:
-    """Adds a note where a metric or handler could not read `state.output`, and where a gradient is None by then."""
-    if isinstance(error, AttributeError):
-        last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-        if error.obj is None and "grad" in last.f_code.co_names:
+    """Adds a note where something could not read `state.output`, or a gradient or metric that is not there."""
+    if isinstance(error, (AttributeError, KeyError)):
+        names = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1].f_code.co_names
+        if isinstance(error, KeyError) and "metrics" in names:
+            error.add_note(
+                "state.metrics has what was published so far; attach TrainingMetrics().attach(trainer) for the metrics of the "
+                "training, or read state.update_output.loss, which is there after each update"
+            )
+        elif isinstance(error, AttributeError) and error.obj is None and "grad" in names:
             error.add_note(
                 "gradients are cleared at the end of an update; read trainer.gradients() in TrainEvents.GRADIENTS_READY, or "
                 "pass UpdateOptions(keep_gradients=True)"
@@ -460,7 +465,9 @@ def _explain(error: Exception, handler: Any) -> None:
             "forward return ForwardOutput(..., outputs=(y_pred, y)); in training call attach_metric(trainer, metric, name)"
         )
     elif "UpdateOutput" in str(error):
+        instead = answers("import", name := type(handler).__name__)
         error.add_note(
             "state.output is the record of the update here; for a number of it pass output_transform=lambda output: "
             "output.loss, say, and for a metric of predictions call attach_metric(trainer, metric, name)"
+            + instead.replace(";", f"; in place of {name}", 1)
         )

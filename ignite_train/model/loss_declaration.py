@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -103,8 +105,18 @@ class FirstLook:
         returned = forward(model, micro_batch)
         self.is_over = _size_is_known(returned)
         for message in messages:
-            warnings.warn(message, LossDeclarationWarning, stacklevel=2)
+            _warn(message, inspect.unwrap(forward))
         return returned
+
+
+def _warn(message: str, forward: Any) -> None:
+    """Warns at the line of the user's function."""
+    function = forward.__func__ if isinstance(forward, MethodType) else forward
+    if isinstance(function, FunctionType):
+        code = function.__code__
+        warnings.warn_explicit(message, LossDeclarationWarning, code.co_filename, code.co_firstlineno)
+    else:
+        warnings.warn(message, LossDeclarationWarning, stacklevel=3)
 
 
 def _size_is_known(returned: Any) -> bool:

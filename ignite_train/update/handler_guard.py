@@ -108,9 +108,9 @@ class HandlerGuard:
             )
         raise ForwardContractError(
             f"forward must not change gradients, and the one of {name} is "
-            f"{'gone' if parameter.grad is None else 'another one'} now: it called zero_grad() or backward(), and .grad is the "
-            "sum over the earlier micro-batches; leave out zero_grad(), which the trainer calls after each update, and for "
-            "gradients of your own use torch.autograd.grad(loss, inputs)"
+            f"{'gone' if parameter.grad is None else 'another one'} now: it called zero_grad(), backward() or "
+            "clip_grad_norm_(), and .grad is the sum over the earlier micro-batches; leave this to the trainer, which "
+            "clips by max_grad_norm=, and for gradients of your own use torch.autograd.grad(loss, inputs)"
         )
 
     def fire(self, trainer: Trainer, event: Any) -> None:

@@ -30,6 +30,7 @@ from ignite_train import (
     Trainer,
     TrainEvents,
     UpdateOptions,
+    UpdateOutput,
     attach_defaults,
     create_evaluator,
     create_supervised_trainer,
@@ -42,6 +43,7 @@ from ignite_train.handlers import (
     JsonLines,
     ModelEMA,
     ProgressLog,
+    StopOnSignal,
     TensorBoard,
     TimeLimit,
     TrainingMetrics,
@@ -334,6 +336,33 @@ def test_zero_grad_in_forward(name: str) -> None:
         trainer.run(DATA)
         weights.append(model.weight)
     assert torch.equal(*weights)
+
+
+def test_clipping_in_forward() -> None:
+    """It clips the sum over the earlier micro-batches, and the line names it."""
+
+    def clipping(model: nn.Module, batch: Batch) -> ForwardOutput:
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        return summed(model, batch)
+
+    says = r"it called .* or clip_grad_norm_\(\), .*; leave this to the trainer, which clips by max_grad_norm="
+    assert_one_line((ForwardContractError, says, lambda: make(clipping, accumulation_steps=4)[2].run(DATA * 2)))
+
+
+def test_a_model_that_is_frozen_after_the_trainer_is_made() -> None:
+    """The loss has no graph, which is not the fault of forward."""
+    model, _, trainer = make(summed)
+    model.requires_grad_(requires_grad=False)
+    says = "has no graph; no parameter of the model requires a gradient any more; thaw"
+    assert_one_line((ForwardContractError, says, lambda: trainer.run(DATA)))
+
+
+def test_an_optimizer_in_the_place_of_the_loss() -> None:
+    """Ignite's function has the same order; an optimizer prints itself in several lines."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    says = "loss_fn must be callable as loss_fn"
+    assert_one_line((TypeError, says, lambda: create_supervised_trainer(model, cross_entropy, optimizer)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("keeps_graph", [False, True])
@@ -804,6 +833,7 @@ IMPORTS = {
     "ignite_train.handlers ProgressBar": "write from ignite_train.handlers import ProgressLog",
     "ignite_train LightningModule": "write create_trainer(model, optimizer, forward)",
     "ignite_train seed_everything": "write deterministic(seed) of ignite_train, or create_trainer(..., seed=0)",
+    "ignite_train create_supervised_evaluator": "write create_evaluator(model, forward), the forward of the trainer",
     "ignite_train Engine": "write from ignite.engine import Engine",
     "ignite_train Accuracy": "write from ignite.metrics import Accuracy, whose metrics are attached to an evaluator",
     "ignite_train TrainerCallback": "write a function and @trainer.on(Events.EPOCH_COMPLETED), or a class with attach(trainer)",
@@ -1175,6 +1205,41 @@ WORDS += [
     ),
 ]
 
+WORDS += [
+    (
+        lambda: make(summed)[2].total_updates(DATA, epochs=3),  # type: ignore[call-arg]
+        TypeError,
+        "Trainer.total_updates has no argument 'epochs'; write trainer.total_updates(loader, max_epochs=3)",
+    ),
+    (
+        lambda: ResumableLoader(DATA, 8, True),  # type: ignore[misc]
+        TypeError,
+        "ResumableLoader takes (dataset, batch_size) without names, got 3 values; write "
+        "ResumableLoader(dataset, batch_size=8, shuffle=True)",
+    ),
+    (
+        lambda: UpdateOutput(1.0, 1, 1.0).item(),  # type: ignore[attr-defined]
+        AttributeError,
+        "'UpdateOutput' object has no attribute 'item'; write state.update_output.loss, a plain number",
+    ),
+    (
+        lambda: UpdateOutput(1.0, 1, 1.0).outputs,  # type: ignore[attr-defined]
+        AttributeError,
+        "'UpdateOutput' object has no attribute 'outputs'; write attach_metric(trainer, metric, name) for a metric of "
+        "predictions, or read state.forward_output.outputs in TrainEvents.FORWARD_COMPLETED",
+    ),
+    (
+        lambda: StopOnSignal("SIGTERM"),  # type: ignore[arg-type]
+        TypeError,
+        "signals must be a sequence of signals, got 'SIGTERM' of type str; pass (signal.SIGTERM,), say",
+    ),
+    (
+        lambda: StopOnSignal(["SIGTERM"]),  # type: ignore[list-item]
+        TypeError,
+        "signals must be a sequence of signals, got ['SIGTERM'] of type list; pass (signal.SIGTERM,), say",
+    ),
+]
+
 
 def test_a_scheduler_is_no_optimizer() -> None:
     """Lightning's `configure_optimizers` returns both."""
@@ -1234,6 +1299,22 @@ def test_a_gradient_that_is_read_after_the_update() -> None:
     assert not hasattr(raised.value, "__notes__")
 
 
+def test_a_metric_that_nothing_has_published() -> None:
+    """The error of Python has its name alone; a note says which handler publishes it."""
+    trainer = make(summed)[2]
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda one: one.state.metrics["loss"])
+    with pytest.raises(KeyError, match="loss") as raised:
+        trainer.run(DATA)
+    (note,) = raised.value.__notes__
+    assert "TrainingMetrics" in note
+    assert "state.update_output.loss" in note
+    trainer = make(summed)[2]
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: {}["loss"])
+    with pytest.raises(KeyError) as raised:
+        trainer.run(DATA)
+    assert not hasattr(raised.value, "__notes__")
+
+
 @pytest.mark.parametrize("engine", ["trainer", "evaluator"])
 @pytest.mark.parametrize("event", [Events.STARTED, Events.STARTED(every=2), Events.STARTED | Events.COMPLETED], ids=type)
 def test_a_handler_of_another_signature(engine: str, event: Any) -> None:
@@ -1266,6 +1347,7 @@ def test_what_reads_a_number_from_the_record(name: str) -> None:
     assert note.startswith("state.output is the record of the update here")
     assert "output_transform=lambda output: output.loss" in note
     assert "attach_metric" in note
+    assert ("in place of TerminateOnNan write nothing: a loss or" in note) == (name == "TerminateOnNan")
 
 
 # --- handlers that do nothing, or everything twice --------------------------------------------------------------------------

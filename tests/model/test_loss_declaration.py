@@ -228,6 +228,23 @@ def test_a_mean_with_a_sample_size_is_noticed(loss: Any) -> None:
     assert "\n" not in messages[0]
 
 
+def test_the_warning_points_at_forward() -> None:
+    """Also where forward takes the state, or is a method."""
+
+    def forward(m: nn.Module, b: Batch, state: Any) -> tuple[Tensor, int]:
+        return MEANS["squares"](m, b), len(b["x"])
+
+    class Losses:
+        def forward(self, m: nn.Module, b: Batch) -> tuple[Tensor, int]:
+            return MEANS["squares"](m, b), len(b["x"])
+
+    for one, code in ((forward, forward.__code__), (Losses().forward, Losses.forward.__code__)):
+        model = Net()
+        with pytest.warns(LossDeclarationWarning) as caught:
+            create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-6), one).run([batch()])
+        assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, code.co_firstlineno)]
+
+
 @table(SUMS)
 def test_a_bare_sum_is_noticed(loss: Any) -> None:
     """A bare loss is a mean by contract. So is one in a ForwardOutput whose sample size was forgotten."""
