@@ -31,8 +31,9 @@ from ignite_train.engine.dispatch import append_handler
 from ignite_train.errors import CheckpointError
 from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.kinds_of_handlers import Handler
-from ignite_train.metrics import score_mode
+from ignite_train.metrics import score_in, score_mode
 from ignite_train.ranks import collectives
+from ignite_train.ranks.agreed_score import agreed_score
 from ignite_train.trainer import Trainer
 
 __all__ = ["BestCheckpoint", "Checkpoint"]
@@ -430,7 +431,10 @@ class Checkpoint(Handler):
         if self.saver.has_lost_one:
             self.cadence.best, self.saver.has_lost_one = self._best_on_disk(), False
         self._give_up_missed()
-        self.cadence.note_evaluation(self._run.trainer.updates_done, evaluator.state.metrics)
+        trainer = self._run.trainer
+        # Outside of a run rank 0 may evaluate alone, as at the end of a script, and nothing is saved of itself.
+        find = agreed_score if trainer.progress.running else score_in
+        self.cadence.note_evaluation(trainer.updates_done, evaluator.state.metrics, find)
 
     def _give_up_missed(self) -> None:
         """A state that was to be saved for its score is not, once the next update has had its effect."""

@@ -28,12 +28,10 @@ class GarbageCollection(Handler):
         >>> handle = GarbageCollection().attach(trainer, Events.ITERATION_COMPLETED(every=500))  # after updates 500, 1000, ...
     """
 
-    begins_with_run = True
-
     def attach(self, trainer: Trainer, event: Event = every(1000, Events.ITERATION_COMPLETED)) -> RemovableEventHandle:
         """Collects when a run of `trainer` begins, and at `event`."""
         pause = ExitStack()
-        trainer.on_enter.append(partial(self._begin, pause))
+        trainer.enter_with(partial(self._begin, pause))
         trainer.on_exit.append(pause.close)
         return trainer.add_event_handler(event, self)
 

@@ -77,7 +77,7 @@ class OptimizerModes(Handler):
         refuse_other_optimizer(trainer.optimizers, self.optimizer)
         if evaluator is not None and not isinstance(evaluator, Evaluator):
             raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
-        trainer.on_enter.append(self._begin)
+        trainer.enter_with(self._begin)
         if evaluator is not None:
             # Outside of an average: the optimizer computes its other weights from those that are trained.
             evaluator.run_within(partial(self._evaluating, trainer.replicas), first=True)

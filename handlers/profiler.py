@@ -97,7 +97,7 @@ class Profiler(Handler):
         if collectives.rank() not in self.ranks:
             return None
         self._sections = trainer.sections
-        trainer.on_enter.append(self)
+        trainer.enter_with(self)
         trainer.on_exit.append(self._stop)
         return trainer.append_event_handler(Events.ITERATION_COMPLETED, self)
 

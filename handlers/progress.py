@@ -144,11 +144,11 @@ class ProgressLog(Handler):
             return None
         self._beside = {name: weakref.ref(other) for name, other in (beside or {}).items()}
         self._shown.losses = frozenset(f"{name}/loss" for name in self._beside)
-        trainer.on_enter.append(self._open)
         trainer.prepend_event_handler(Events.STARTED, self._introduce)
         trainer.prepend_event_handler(Events.EPOCH_STARTED, self._note_epoch)
         trainer.add_event_handler(Events.COMPLETED, self._note_end)
         trainer.on_exit.append(self._conclude)
+        trainer.enter_with(self._open)
         return trainer.add_event_handler(event, self)
 
     def taken_off(self) -> None:

@@ -119,7 +119,7 @@ class StepTimer(PiggybackHandler):
             sections.listeners.append(self._mark_on_device)
         if self.ranges != "none":
             sections.set_ranges(RANGES[self.ranges])
-        trainer.on_enter.append(self._start)
+        trainer.enter_with(self._start)
         handle = super().attach(trainer, event)
         trainer.prepend_event_handler(Events.ITERATION_COMPLETED, self._end_update)  # before what is called at `event`
         return handle

@@ -72,8 +72,6 @@ class StopOnSignal(Handler):
         'SIGTERM'
     """
 
-    begins_with_run = True
-
     def __init__(self, signals: Iterable[signal.Signals] = _SIGNALS, *, grace_seconds: float = 25.0) -> None:
         listed = [*signals] if isinstance(signals, Iterable) else None
         if listed is None or any(isinstance(one, str) for one in listed):
@@ -96,8 +94,8 @@ class StopOnSignal(Handler):
         """
         if any(isinstance(one, MethodType) and isinstance(one.__self__, StopOnSignal) for one in trainer.on_enter):
             raise ValueError("a trainer must have one StopOnSignal at most, got a second; give the first more signals")
-        trainer.on_enter.append(self._start)
         trainer.on_exit.append(self._finish)
+        trainer.enter_with(self._start)
 
     def _start(self, trainer: Trainer) -> None:
         if self._watch is not None:

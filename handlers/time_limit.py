@@ -35,8 +35,6 @@ class TimeLimit(Handler):
         4
     """
 
-    begins_with_run = True
-
     def __init__(self, seconds: float) -> None:
         self.seconds = real_number("seconds", seconds, above=0)
         self._before = 0.0
@@ -50,9 +48,9 @@ class TimeLimit(Handler):
 
     def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
         """Checks the clock at `event`, and before the first update."""
-        trainer.on_enter.append(self._start)
+        trainer.enter_with(self._start)
         trainer.on_exit.append(partial(self._stop, id(trainer)))
-        trainer.on_enter.append(self)
+        trainer.enter_with(self)
         return trainer.add_event_handler(event, self)
 
     def __call__(self, trainer: Trainer) -> None:

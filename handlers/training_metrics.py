@@ -160,6 +160,8 @@ class TrainingMetrics(Handler):
     def taken_off(self) -> None:
         """Forgets the running interval, which an update of another interval is not to be in."""
         self._sums, self._logs, self._log_weights = dict.fromkeys(_SUMS, 0.0), {}, {}
+        self._clock = lambda: dict.fromkeys(SECTIONS, 0.0)  # of what passes until it is attached again nothing counts
+        self._interval_began = self._clock()
 
     def watch(self, evaluator: Engine) -> None:
         """Counts the time of this evaluator as `"evaluation_seconds"` too, where it is run by a handler."""
@@ -349,8 +351,11 @@ class TrainingMetrics(Handler):
 
 def _memory(device: torch.device) -> dict[str, float]:
     """GiB that this process holds, on `device` too if that is an accelerator, whose peak is then counted from here again."""
-    resident = _resident_bytes()
-    metrics = {} if resident is None else {"host_memory": resident / _GIB}
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123  # a third of the time of Path's
+            metrics = {"host_memory": int(file.read().split()[1]) * mmap.PAGESIZE / _GIB}
+    except FileNotFoundError:
+        metrics = _most_memory()
     if device.type in ("cuda", "xpu"):  # whose allocators tell, without waiting for the device
         metrics["memory_allocated"] = torch.accelerator.memory_allocated(device) / _GIB
         metrics["memory_reserved"] = torch.accelerator.memory_reserved(device) / _GIB
@@ -359,17 +364,13 @@ def _memory(device: torch.device) -> dict[str, float]:
     return metrics
 
 
-def _resident_bytes() -> float | None:
-    """What this process holds; elsewhere than on Linux the most that it ever held. None where that is not known."""
-    try:
-        with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123  # a third of the time of Path's
-            return int(file.read().split()[1]) * float(mmap.PAGESIZE)
-    except FileNotFoundError:
-        if sys.platform == "win32":
-            return None
-        import resource
+def _most_memory() -> dict[str, float]:
+    """The most that this process ever held, which systems other than Linux tell; Windows does not."""
+    if sys.platform == "win32":
+        return {}
+    import resource
 
-        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # in bytes on macOS
+    return {"host_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / _GIB}  # macOS gives it in bytes
 
 
 def _hints(seconds: Mapping[str, float], data: Any, device: torch.device, precision: str, *, epochs: int) -> Iterator[str]:

@@ -106,7 +106,8 @@ def every(number: int, event: CallableEventWithFilter, *, early: bool = False) -
         early: from a number of 50 on, it also fires at 1, 2, 5, 10, 20, 50, ... below it, so that a short run has curves.
     """
     series = (digit * 10**power for power in range(len(str(number))) for digit in (1, 2, 5))
-    return _EveryNthEvent(number, event, frozenset(series if early and number >= _LONG else ()))
+    below = (count for count in series if count < number)
+    return _EveryNthEvent(number, event, frozenset(below if early and number >= _LONG else ()))
 
 
 def only(name: str | None, event: CallableEventWithFilter = TrainEvents.STEP_COMPLETED) -> CallableEventWithFilter:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ignite_train.arguments import positive_int, real_number
 from ignite_train.checkpoint.manifest import Manifest
 from ignite_train.checkpoint.retention import Retention
-from ignite_train.metrics import score_in
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback
 
@@ -108,7 +107,7 @@ class Cadence(Piggyback):
         if score is not None:  # not before: the parameters may have moved between an evaluation and the save
             self.best = self._retention.best_of([*self.best, (self._score[0], score)])
 
-    def note_evaluation(self, update: int, metrics: Mapping[str, Any]) -> None:
+    def note_evaluation(self, update: int, metrics: Mapping[str, Any], find: Callable[[Mapping[str, Any], str], float]) -> None:
         """An evaluation is done. If its score is among the best, it asks for a save of the evaluated state.
 
         Of several evaluations after the same update the first counts, as for handlers that react to a score: a later one may
@@ -117,13 +116,14 @@ class Cadence(Piggyback):
         Args:
             update: the latest that has had its effect: the parameters are those after it.
             metrics: of the evaluator.
+            find: finds the score among them. In a run all ranks take that of rank 0.
 
         Raises:
             ValueError: `score` is not one of the metrics.
         """
         assert self.score is not None  # noqa: S101  # an evaluation is followed for its score
         if self.score_of(update) is None:
-            score = score_in(metrics, self.score)
+            score = find(metrics, self.score)
             self._score = update, score
             self.awaited = update if update > 0 and self._retention.is_among_best(score, self.best) else None
 

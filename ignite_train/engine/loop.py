@@ -169,6 +169,12 @@ class Loop(Dispatcher):
         self.on_idle: list[Callable[[], object]] = []
         self.progress = Progress()
 
+    def enter_with(self, function: Callable[[Any], object]) -> None:
+        """Has it called in `on_enter`, and at once too where a run is under way: a handler may be attached in the middle."""
+        self.on_enter.append(function)
+        if self.progress.running:
+            function(self)
+
     def __reduce_ex__(self, protocol: Any) -> Never:
         """Refuses a copy or a pickle: the parts refer to each other, to one model and to the generators of the process.
 
@@ -230,7 +236,7 @@ class Loop(Dispatcher):
         progress.data_ended = progress.data_ended and continues
         try:
             self._log(f"Engine run starting with max_epochs={state.max_epochs}, max_iters={state.max_iters}.")
-            for callback in self.on_enter:
+            for callback in [*self.on_enter]:
                 callback(self)
             if has_epochs:
                 self._take_up_stops(between_updates=True)

@@ -40,13 +40,11 @@ class Handler(Attachable):
             right there.
         of_one_trainer: whether no second trainer may have the same handler, since it keeps something of the first.
         attached_once: whether, besides that, its trainer must not have it twice, since it would count or start twice.
-        begins_with_run: whether it does nothing in a run inside of which it is attached, so that `attach` warns.
     """
 
     not_elastic = ""
     of_one_trainer = False
     attached_once = False
-    begins_with_run = False
     _trainer_of: weakref.ref[Trainer] | None = None  # the trainer to which it was attached first
     _number = 0  # in the order in which handlers are made
 
@@ -114,8 +112,6 @@ def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
             self._trainer_of = weakref.ref(trainer)
         if named.get("evaluator") is not None:
             self.attached_evaluators = (*self.attached_evaluators, named["evaluator"])
-        if self.begins_with_run and trainer.progress.running and collectives.is_main_rank():
-            _logger.warning(f"{name} was attached inside a run, and begins with the next one; attach it before run or session")
         return handle
 
     return checked

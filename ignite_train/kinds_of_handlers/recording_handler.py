@@ -101,6 +101,8 @@ class RecordingHandler(Handler):
             trainer.prepend_event_handler(Events.STARTED, self._note_begin)
             trainer.add_event_handler(Events.COMPLETED, self._write_rest)
             trainer.on_exit.append(self._end_run)
+            if trainer.progress.running:  # after STARTED
+                self._note_begin(trainer)
         if evaluator is not None:
             self.tags.append(tag)
             if collectives.is_main_rank():

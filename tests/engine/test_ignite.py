@@ -703,6 +703,26 @@ def test_a_handler_may_add_and_replace_others_of_the_event_that_fires():
     assert names == ["last", "prepended", "added"]
 
 
+@pytest.mark.parametrize(
+    ("number", "fires"),
+    [
+        (49, [49, 98]),
+        (50, [1, 2, 5, 10, 20, 50, 100]),
+        (150, [1, 2, 5, 10, 20, 50, 100, 150, 300, 450]),
+        (700, [1, 2, 5, 10, 20, 50, 100, 200, 500, 700]),
+    ],
+)
+def test_early_points_lie_below_the_interval(number, fires):
+    """Until the first full interval a short run has some; behind it none stands between two intervals."""
+    seen: list[int] = []
+    trainer, _ = make()
+    trainer.add_event_handler(
+        every(number, Events.ITERATION_COMPLETED, early=True), lambda engine: seen.append(engine.state.iteration)
+    )
+    trainer.run([1.0] * (fires[-1] + 1))
+    assert seen == fires
+
+
 def test_a_run_needs_no_repr_of_an_event(monkeypatch):
     """Python 3.11.2, which Debian 12 has, raises where it makes one of an event of Ignite: nothing could be attached there."""
 

@@ -8,8 +8,8 @@ import gc
 import logging
 import math
 import pickle
+import signal
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,29 +162,23 @@ def test_some_serve_several_trainers(kind: type) -> None:
         handler.attach(make()[0])
 
 
-@pytest.mark.parametrize(
-    ("build", "is_late"),
-    [
-        (partial(TimeLimit, 3600), True),
-        (GarbageCollection, True),
-        (StopOnSignal, True),
-        (ModelEMA, False),
-        (GradientMonitor, False),
-        (TrainingMetrics, False),
-    ],
-    ids=["TimeLimit", "GarbageCollection", "StopOnSignal", "ModelEMA", "GradientMonitor", "TrainingMetrics"],
-)
-def test_what_begins_with_a_run_says_that_it_comes_too_late(build: Any, is_late: bool, caplog: Any) -> None:
-    """Attached inside a run or a session; what begins with an update is silent."""
-    trainer, _, _ = make()
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: build().attach(trainer))
-    trainer.run(DATA, max_epochs=1)
-    said = [line for line in caplog.messages if "was attached inside a run" in line]
-    assert len(said) == is_late
-    assert all(line.endswith("attach it before run or session") for line in said)
-    caplog.clear()
-    build().attach(make()[0])
-    assert not [line for line in caplog.messages if "was attached inside a run" in line]
+def test_what_begins_with_a_run_begins_at_once_inside_of_one() -> None:
+    """Attached by a handler of update 2: the clock runs, the signal is heard, the collector pauses until the run is over."""
+    collects: list[bool] = []
+
+    def attached(build: Callable[[Trainer], object]) -> Trainer:
+        trainer, _, _ = make()
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: build(trainer))
+        return trainer
+
+    assert attached(lambda trainer: TimeLimit(1e-9).attach(trainer)).run(DATA, max_epochs=1).iteration == 2
+    listening = attached(lambda trainer: StopOnSignal().attach(trainer))
+    listening.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: signal.raise_signal(signal.SIGTERM))
+    assert listening.run(DATA, max_epochs=1).iteration == 3
+    pausing = attached(lambda trainer: GarbageCollection().attach(trainer))
+    pausing.add_event_handler(Events.ITERATION_COMPLETED, lambda: collects.append(gc.isenabled()))
+    pausing.run(DATA, max_epochs=1)
+    assert (collects[0], collects[-1], gc.isenabled()) == (True, False, True)
 
 
 def test_a_method_at_an_event_is_no_attach() -> None:

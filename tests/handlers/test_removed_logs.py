@@ -235,3 +235,19 @@ def test_a_file_system_may_give_one_file_several_numbers(
     trainer.run(DATA, max_epochs=2)
     assert warnings_in(caplog) == []
     assert updates(log.path if isinstance(log, LogFile) else log.log_dir) == [*range(1, 13)]
+
+
+@kinds
+def test_a_log_that_is_attached_inside_a_session_continues_after_a_resume(tmp_path: Path, kind: str) -> None:
+    """Its lines of the earlier process are before those of this one, in one file."""
+    for last in (3, 6):
+        model = cuts.linear()
+        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), cuts.forward)
+        TrainingMetrics().attach(trainer, EVERY(every=1))
+        Checkpoint(tmp_path / "checkpoints", every=1).attach(trainer)
+        with trainer.session(max_iters=last):
+            log = KINDS[kind](tmp_path / "logs")
+            log.attach(trainer, EVERY(every=1))
+            while trainer.state.iteration < last:
+                trainer.update([DATA[0]])
+    assert sorted({*updates(tmp_path / "logs" if kind == "tensorboard" else written(log))}) == [1, 2, 3, 4, 5, 6]

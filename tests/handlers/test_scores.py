@@ -650,7 +650,7 @@ def test_all_ranks_react_alike(way: Callable[[], Any]) -> None:
     assert first[0] == 3
 
 
-def _best_on_this_rank(what: str) -> tuple[Any, ...]:
+def _best_on_this_rank(directory: Path, what: str) -> tuple[Any, ...]:
     """The score of this rank's samples only, which on rank 1 is another one, or is not published."""
     job, rank = Scripted([1.0]), idist.get_rank()
     evaluator = Engine(lambda engine, batch: None)
@@ -663,15 +663,22 @@ def _best_on_this_rank(what: str) -> tuple[Any, ...]:
     evaluator.add_event_handler(Events.EPOCH_COMPLETED, publish)
     validation = Validation(evaluator, [0], sanity=0)
     validation.attach(job.trainer, Events.ITERATION_COMPLETED)
+    checkpoint = Checkpoint(directory, every=1000, score="loss")
+    checkpoint.attach(job.trainer, evaluator=evaluator)
     job.run(max_iters=4)
-    return validation.best, validation.best_update
+    if rank == 0:
+        evaluator.run([0])  # which rank 0 may do alone, once the run is over
+    return validation.best, validation.best_update, checkpoint.best
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["differs", "is published on rank 0"])
-def test_the_best_is_that_of_rank_0(what: str) -> None:
-    """Also where another rank has none."""
-    assert run_ranks(_best_on_this_rank, what, timeout_seconds=40) == [(1.0, 4)] * 2
+def test_the_best_is_that_of_rank_0(tmp_path: Path, what: str) -> None:
+    """Also where another rank has none. One rank alone would save otherwise, and wait."""
+    first, second = run_ranks(_best_on_this_rank, tmp_path, what, timeout_seconds=40)
+    assert first == second
+    assert first[:2] == (1.0, 4)
+    assert first[2][1] == 1.0
 
 
 # --- mistakes ---

@@ -60,6 +60,29 @@ def test_percentiles_of_the_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     assert summary["data"] == pytest.approx((6, 3, 3, 3, 3, 3))
 
 
+def test_the_first_update_after_it_was_attached_is_no_longer_than_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a run, and again after it was taken off: what passed meanwhile is in no update."""
+    clock, timer, metrics = Clock(monkeypatch), StepTimer(), TrainingMetrics()
+    trainer = make(lambda model, micro_batch: (clock.take(1.0), cuts.forward(model, micro_batch))[1])
+    handles: list[Any] = []
+    rates: list[float] = []
+
+    @trainer.on(EVERY)
+    def take_turns() -> None:
+        update = trainer.state.iteration
+        if update in (3, 6):
+            handles.extend(handler.attach(trainer, EVERY(every=2)) for handler in (timer, metrics))
+        elif update == 4:
+            for handle in handles:
+                handle.remove()
+        elif update == 8:
+            rates.append(trainer.state.metrics["updates_per_second"])
+
+    trainer.run([DATA[0]] * 8, max_epochs=1)
+    assert timer.summary()["forward"].maximum == 1.0
+    assert rates == [1.0]
+
+
 def test_only_the_latest_updates_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as `window` says."""
     clock, timer = Clock(monkeypatch), StepTimer(window=2)
