@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from ignite_train.arguments import describe, one_of, path_of, positive_int, real_number
 from ignite_train.data.unmoved import unmoved
 from ignite_train.errors import GaveUpError, LossScaleFloorError, NonFiniteError
-from ignite_train.model.living_tensors import living_tensors, refuse_living
 from ignite_train.model.random_state import kept_random_state
 from ignite_train.trainer import Trainer
+from ignite_train.update.new_trainer import new_trainer
 
 __all__ = ["LearningRateFinder"]
 
@@ -122,7 +122,7 @@ class LearningRateFinder(FastaiLRFinder):
         self._is_exponential = one_of("step_mode", step_mode, ("exp", "linear")) == "exp"
         number = positive_int("num_iter", num_iter)
         with kept_random_state(loader), unmoved(loader) as own:
-            trainer = self._made()
+            trainer = new_trainer(self._make_trainer)
             self._groups = _groups_of(trainer.optimizers.values())
             self._ends = _rates("end_lr", end_lr, len(self._groups))
             present = [float(group["lr"]) for group in self._groups]
@@ -131,23 +131,6 @@ class LearningRateFinder(FastaiLRFinder):
                 if start >= end:
                     raise ValueError(f"start_lr must be less than end_lr, got {start:g} and {end:g}")
             self._search(trainer, own, number)
-
-    def _made(self) -> Trainer:
-        living = living_tensors()
-        trainer = self._make_trainer()
-        if not isinstance(trainer, Trainer):
-            raise TypeError(f"make_trainer must return a Trainer, got {describe(trainer)}")
-        refuse_living(trainer.optimizers, living)
-        if trainer.replicas.are_elastic:
-            raise ValueError(
-                "make_trainer must make a trainer for one process, got reduction='elastic', whose replicas would end with the "
-                "search; find the rate on one process first"
-            )
-        if trainer.checkpoint is not None:
-            raise ValueError(
-                "make_trainer must attach no Checkpoint, which would save the search, or resume a run in its place"
-            )
-        return trainer
 
     def _search(self, trainer: Trainer, loader: Iterable[Any], number: int) -> None:
         self._history: dict[str, list[Any]] = {"lr": [], "loss": []}

@@ -21,10 +21,10 @@ from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.data.unmoved import unmoved
 from ignite_train.internals.of_ignite import computation_model
 from ignite_train.internals.of_torch import end_workers
-from ignite_train.model.living_tensors import living_tensors, refuse_living
 from ignite_train.ranks import collectives
 from ignite_train.tools.tuned import Settings
 from ignite_train.trainer import Trainer
+from ignite_train.update.new_trainer import new_trainer
 
 __all__ = ["Trial", "TrialError", "TrialSamples"]
 
@@ -230,11 +230,7 @@ class Trial:
         if arguments.get("compile"):
             torch.compiler.reset()  # so that the graphs of another candidate do not count towards torch's limit
         torch.set_num_threads(self.settings["threads"])
-        living = living_tensors()
-        self.trainer = trainer = make_trainer(**arguments)
-        if not isinstance(trainer, Trainer):
-            raise TypeError(f"make_trainer must return a Trainer, got {describe(trainer)}")
-        refuse_living(trainer.optimizers, living)
+        self.trainer = trainer = new_trainer(make_trainer, **arguments)
         samples.check(trainer, self.settings)
         self._loader = samples.loader(self.settings)
         trainer.logger = _SILENT

@@ -28,6 +28,7 @@ from ignite_train import (
     attach_metric,
     create_evaluator,
     create_trainer,
+    tune,
 )
 from ignite_train.handlers import (
     Checkpoint,
@@ -98,12 +99,14 @@ def test_a_wrapped_model_is_refused(with_members: Callable[[FewMembers], None]) 
     assert "\n" not in str(refusal.value)
 
 
-def test_a_search_for_the_rate_is_refused(with_members: Callable[[FewMembers], None]) -> None:
+def test_a_search_for_the_rate_or_for_settings_is_refused(with_members: Callable[[FewMembers], None]) -> None:
     """Its end would be that of the replicas."""
     with_members(FewMembers())
 
     with pytest.raises(ValueError, match="got reduction='elastic'"):
         LearningRateFinder(make).run(loader())
+    with pytest.raises(RuntimeError, match="got reduction='elastic'"):
+        tune(lambda: make(), loader(), seconds=0.1)  # make has parameters without defaults
 
 
 def test_the_length_of_a_schedule_is_refused(with_members: Callable[[FewMembers], None]) -> None:

@@ -19,6 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from bits import bit_by_bit
 from ignite_train import ForwardOutput, ResumableLoader, Trainer, Tuned, create_supervised_trainer, create_trainer, tune
+from ignite_train.handlers import Checkpoint
 from ignite_train.tools.search import Dimension, Search, race
 from ignite_train.tools.trial import TrialError, TrialSamples
 from mistakes import Mistake, assert_one_line
@@ -477,6 +478,19 @@ def test_the_model_of_the_program_is_not_trained() -> None:
     message = "the present settings cannot be measured: ValueError: make_trainer must make a new model each time"
     assert_one_line((RuntimeError, message, lambda: tune(of_the_same, loader_of(), seconds=0.1)))
     assert bit_by_bit(trainer.model.state_dict()) == before
+
+
+def test_a_checkpoint_of_the_run_is_neither_written_nor_read(tmp_path: Path) -> None:
+    """A trial would save into the run's directory, and the run would continue from the trial."""
+
+    def saving(accumulation_steps: int = 1) -> Trainer:
+        trainer = simple(accumulation_steps)
+        Checkpoint(tmp_path / "run", every=1).attach(trainer)
+        return trainer
+
+    message = "the present settings cannot be measured: ValueError: make_trainer must attach no Checkpoint"
+    assert_one_line((RuntimeError, message, lambda: tune(saving, loader_of(), seconds=0.1)))
+    assert [*tmp_path.iterdir()] == []
 
 
 MISTAKES: dict[str, Mistake] = {
