@@ -207,7 +207,8 @@ class _Probe:
             )
         return (
             "the loss of a sample depends on the other samples of its micro-batch, as with in-batch negatives or a mean over "
-            "the batch inside forward; gather the whole batch, or keep the cut the same in all runs"
+            "the batch inside forward; gather the whole batch, or keep the cut the same in all runs; or a term or sample_size "
+            "does not grow with the samples, such as a regulariser: multiply it by the sample size"
         )
 
 

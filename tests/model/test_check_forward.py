@@ -41,6 +41,14 @@ def functional_dropout(model: nn.Module, batch: Batch) -> ForwardOutput:
     return ForwardOutput(cross_entropy(dropout(model(batch[0])), batch[1], reduction="sum"), len(batch[1]))
 
 
+def regularised(model: nn.Module, batch: Batch) -> ForwardOutput:
+    return ForwardOutput(right(model, batch).loss + next(model.parameters()).square().sum(), sample_size=len(batch[1]))
+
+
+def one_sample(model: nn.Module, batch: Batch) -> ForwardOutput:
+    return ForwardOutput(right(model, batch).loss, sample_size=1)
+
+
 def two_terms(model: nn.Module, batch: Batch) -> ForwardOutput:
     scores, first = model(batch[0]), batch[1] == 0
     return ForwardOutput({"all": (scores.square().sum(), len(scores)), "first": (scores[first].sum(), first.sum())})
@@ -80,8 +88,10 @@ def test_what_is_exact_is_said_to_be(forward: Callable[..., Any], sizes: tuple[i
         (linear(), bare_mean, "forward returned a bare loss"),
         (linear(), negatives, "depends on the other samples"),
         (linear(), functional_dropout, "forward draws random numbers"),
+        (linear(), regularised, "does not grow with the samples, such as a regulariser: multiply it by the sample size"),
+        (linear(), one_sample, "does not grow with the samples"),
     ],
-    ids=["batch norm", "dropout", "declared mean", "bare mean", "negatives", "functional dropout"],
+    ids=["batch norm", "dropout", "declared mean", "bare mean", "negatives", "functional dropout", "regulariser", "one sample"],
 )
 def test_what_is_in_the_way_is_named(model: nn.Module, forward: Callable[..., Any], finding: str) -> None:
     """One line for each part, and no other."""
