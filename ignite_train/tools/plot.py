@@ -41,28 +41,31 @@ def read_curves(run: str | Path) -> dict[str, Curve]:
         run: the file, or the directory of the run, with one `*.jsonl` in it.
 
     Returns:
-        A curve for each metric, by its grouped name. A last line that is not whole, because it is being written, is left out.
+        A curve for each metric, by its grouped name. Lines that `JsonLines` has not written, such as notes of yours, are
+        left out, and so is a last line that is not whole, because it is being written.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the directory has several, or a line is not one of `JsonLines`.
+        ValueError: the directory has several, or no line is one of `JsonLines`.
     """
     path = _log_of(path_of("run", run))
     curves: dict[str, Curve] = {}
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        if not line.endswith("\n"):
-            break
+    unread = ""
+    whole_lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    for number, line in enumerate(whole_lines, start=1):
         try:
             entries = json.loads(line)
             update = int(entries.pop("update"))
             values = {name: float(value) for name, value in entries.items() if name != "epoch"}
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"line {number} of {path} must be one that JsonLines writes, got {line.strip():.60}") from error
+        except (ValueError, TypeError, KeyError, AttributeError):
+            unread = unread or f"line {number} of {path} must be one that JsonLines writes, got {line.strip():.60}"
+            continue
         for name, value in values.items():
             updates, points = curves.setdefault(name, ([], []))
             updates.append(update)
             points.append(value if math.isfinite(value) else math.nan)
+    if unread and not curves:
+        raise ValueError(unread)
     return curves
 
 
