@@ -201,7 +201,9 @@ def test_curves_are_those_of_the_log(tmp_path: Path) -> None:
     assert losses[1] != losses[1]
 
 
-@pytest.mark.parametrize("note", ["# lowered", "", "3", '{"note": "lowered"}', '{"update": 5, "note": "lowered"}', "a\u2028b", "ü"])
+@pytest.mark.parametrize(
+    "note", ["# lowered", "", "3", '{"note": "lowered"}', '{"update": 5, "note": "lowered"}', "a\u2028b", "ü"]
+)
 def test_a_note_in_the_log_is_skipped(tmp_path: Path, note: str) -> None:
     """A resumed run keeps it too."""
     text = f'{note}\n{{"update": 2, "train/loss": 0.5}}\n{note}\n{{"update": 6, "train/loss": 0.3}}\n'
