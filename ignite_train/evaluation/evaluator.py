@@ -26,6 +26,7 @@ from ignite_train.data.micro_batch_pass import Uneven
 from ignite_train.data.position import open_loader
 from ignite_train.data.samplers import samplers_of
 from ignite_train.device.to_device import ToDevice
+from ignite_train.engine.dispatch import attached
 from ignite_train.engine.limits import checked_loader, without_full_batch
 from ignite_train.engine.loop import Batches, Loop
 from ignite_train.evaluation.scored_weights import ScoredWeights
@@ -209,9 +210,18 @@ class Evaluator(Loop):
             )
 
     def _refuse_running_metrics(self, data: Iterable[Any]) -> None:
-        """Refuses metrics that the ranks reduce after each micro-batch where they may have different numbers of them."""
+        """Refuses metrics that are reduced at another event than EPOCH_COMPLETED, or than ITERATION_COMPLETED of even ranks."""
+        if collectives.world_size() == 1:
+            return
+        for event in dict.fromkeys(event for event, *_ in attached(self)):
+            for name, metric in waiting_metrics_at(self, event).items():
+                if event not in (Events.EPOCH_COMPLETED, Events.ITERATION_COMPLETED):
+                    raise ValueError(
+                        f"metric {name!r} ({type(metric).__name__}) is reduced over ranks at {event}, and would hang where "
+                        "they have different numbers of samples; attach it with usage=EpochWise()"
+                    )
         running = waiting_metrics_at(self, Events.ITERATION_COMPLETED)
-        if not running or collectives.world_size() == 1 or self._uneven in ("shortest", "error"):
+        if not running or self._uneven in ("shortest", "error"):
             return
         length = self._expected_length(data)
         lengths = [int(length) for length in collectives.everyones(-1 if length is None else length)]

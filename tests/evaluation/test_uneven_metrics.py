@@ -16,7 +16,7 @@ import pytest
 import torch
 from ignite.engine import Events
 from ignite.exceptions import NotComputableError
-from ignite.metrics import Accuracy, BatchWise, EpochMetric, EpochWise, Metric, Precision, RunningAverage
+from ignite.metrics import Accuracy, BatchWise, EpochMetric, EpochWise, Metric, MetricUsage, Precision, RunningAverage
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
@@ -312,6 +312,7 @@ def attach_running(evaluator: Any) -> None:
     RunningAverage(Accuracy()).attach(evaluator, "running")
 
 
+AT_THE_END = MetricUsage(Events.STARTED, Events.COMPLETED, Events.ITERATION_COMPLETED)
 Attach = Callable[[Any], None]
 REFUSED: dict[str, tuple[list[list[int]], Attach, str]] = {
     "shapes": (
@@ -370,6 +371,12 @@ REFUSED: dict[str, tuple[list[list[int]], Attach, str]] = {
         attach_running,
         "metric 'running' (RunningAverage) is reduced over ranks after each micro-batch and would hang where they have "
         "different numbers, got ['unknown', 'unknown']; attach it with usage=EpochWise()",
+    ),
+    "at-the-end-of-the-run": (
+        [[3, 2], [3]],
+        lambda evaluator: EpochMetric(spread).attach(evaluator, "last", usage=AT_THE_END),
+        "metric 'last' (EpochMetric) is reduced over ranks at Events.COMPLETED, and would hang where they have different "
+        "numbers of samples; attach it with usage=EpochWise()",
     ),
 }
 
