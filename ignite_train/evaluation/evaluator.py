@@ -376,7 +376,8 @@ def create_evaluator(
 
     The model is put into eval mode for the run by its `eval()`; afterwards each module is back, by its `train()`, in the mode
     that it had. A model in DistributedDataParallel is run without its wrapper. All ranks have the buffers of rank 0 in the run,
-    and afterwards their own again, so that an evaluation changes nothing in the training.
+    and afterwards their own again, so that an evaluation changes nothing in the training, except for buffers that the model
+    writes in eval mode.
 
     Args:
         model: the model; it may be the one that is being trained.
