@@ -314,7 +314,7 @@ def test_intervals_survive_an_interruption_bit_by_bit(tmp_path: Path, stop_after
 
 def test_a_handler_that_changes_the_logs_of_a_record_changes_no_means() -> None:
     """They are counted as they were when the update was."""
-    trainer = make(lambda model, x: (cuts.forward(model, x).loss, len(x), {"samples": len(x)}))
+    trainer = make(lambda model, x: (cuts.forward(model, x).loss, len(x[0]), {"samples": len(x[0])}))
     TrainingMetrics().attach(trainer, EVERY(every=3))
     trainer.add_event_handler(TrainEvents.STEP_COMPLETED, lambda: trainer.state.update_output.logs.clear())
     assert trainer.run(DATA, max_iters=3).metrics["samples"] == 1.0
