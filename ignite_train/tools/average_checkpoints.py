@@ -41,7 +41,7 @@ def average_checkpoints(
         entry: as for `consolidate`: the object in the checkpoints that is averaged.
 
     Returns:
-        The averaged state_dict.
+        The averaged state_dict. Names of files have lost what a wrapper has put before them.
 
     Raises:
         TypeError: `paths` is of the wrong type, or `last` is not an integer.

@@ -79,7 +79,8 @@ def load_weights(
         raise TypeError(f"model must be a torch.nn.Module, got {describe(model)}")
     module, path = SavedModule(unwrap(model)), path_of("path", path)
     wanted = module.state_dict()
-    found = read_weights(path, entry=entry, best=best)
+    state = _read(path, entry, best=best)
+    found = {plain: state[name] for name, plain in _plain_names(state).items()}
     plain = _plain_names(wanted)
     _refuse_without_memory({name: value for name, value in wanted.items() if plain[name] in found})
     for names in tied_names(wanted):  # a file may have each tensor once
@@ -131,14 +132,19 @@ def _refuse_without_memory(wanted: Mapping[str, Any]) -> None:
         )
 
 
-def read_weights(path: str | Path, *, entry: str = "model", best: bool = False) -> dict[str, Any]:
-    """The state that `load_weights` would load, under the names of a model without a wrapper. For the arguments see there.
+def read_weights(path: str | Path, *, entry: str = "model") -> Mapping[str, Any]:
+    """The state that `load_weights` would load: of a file under the names of a model without a wrapper, else as it is.
 
     Raises:
         CheckpointError: the checkpoint or file is missing, or it holds no state_dict.
         DamagedCheckpointError: something that was needed is not what was written.
     """
     path = path_of("path", path)
+    state = _read(path, entry)
+    return {plain: state[name] for name, plain in _plain_names(state).items()} if path.is_file() else state
+
+
+def _read(path: Path, entry: str, *, best: bool = False) -> Mapping[str, Any]:
     path = _hub_file(path) or path
     return _read_file(path, entry, best=best) if path.is_file() else _read_checkpoint(path, entry, best=best)
 
@@ -160,23 +166,23 @@ def _hub_file(path: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _read_checkpoint(path: Path, entry: str, *, best: bool) -> dict[str, Any]:
-    state = read_object(path, entry, best=best)
+def _read_checkpoint(path: Path, entry: str, *, best: bool) -> Mapping[str, Any]:
+    state: Mapping[str, Any] = read_object(path, entry, best=best)
     if not _has_names(state) or not state:
         raise CheckpointError(f"entry must be an object with weights, got {entry!r} in {path}, which is {describe(state)}")
-    return {plain: state[name] for name, plain in _plain_names(state).items()}
+    return state
 
 
-def _read_file(path: Path, entry: str, *, best: bool) -> dict[str, Any]:
+def _read_file(path: Path, entry: str, *, best: bool) -> Mapping[str, Any]:
     if entry != "model" or best:
         raise CheckpointError(f"entry and best choose among checkpoints, and {path} is a file; leave them out")
-    state = _read_shards(path) if path.name.endswith(".index.json") else _loaded(path)
+    state: Mapping[str, Any] = _read_shards(path) if path.name.endswith(".index.json") else _loaded(path)
     for name in ("model", "state_dict"):
         if isinstance(state, Mapping) and isinstance(state.get(name), Mapping):
             state = state[name]
     if not _has_names(state) or not any(isinstance(value, Tensor) for value in state.values()):
         raise CheckpointError(f"{path} must hold a state_dict, got {describe(state)}")
-    return {plain: state[name] for name, plain in _plain_names(state).items()}
+    return state
 
 
 def _read_shards(path: Path) -> dict[str, Any]:

@@ -75,6 +75,17 @@ def test_checkpoints_and_files_by_their_paths(tmp_path: Path) -> None:
     assert bit_by_bit(average_checkpoints([paths[3]])) == bit_by_bit(states[3])
 
 
+def test_the_names_are_those_of_the_checkpoints(tmp_path: Path) -> None:
+    """Also of a model whose only part is called module, as if a wrapper were around it."""
+    model = nn.ModuleDict({"module": net()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    trainer = create_trainer(model, optimizer, lambda model, x: model["module"](x).square().mean())
+    Checkpoint(tmp_path, every_epochs=1, keep=2).attach(trainer)
+    trainer.run(DATA, max_epochs=2)
+    model.load_state_dict(average_checkpoints(tmp_path, tmp_path / "mean.pt", last=2))
+    assert load_weights(model, tmp_path / "mean.pt") == []
+
+
 def test_the_last_are_those_that_were_written_last(tmp_path: Path) -> None:
     """After the run went back to an earlier checkpoint, those of the abandoned part with more updates are not the last."""
     train(tmp_path)
