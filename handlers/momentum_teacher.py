@@ -11,6 +11,7 @@ from ignite.engine import Events, RemovableEventHandle
 from torch import Tensor, nn
 
 from ignite_train.arguments import describe, real_number
+from ignite_train.checkpoint.run_objects import SavedModule
 from ignite_train.engine.dispatch import attached
 from ignite_train.events import Event, TrainEvents
 from ignite_train.kinds_of_handlers import Handler
@@ -160,12 +161,11 @@ class MomentumTeacher(Handler):
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """The state of the teacher, under `"model"`."""
-        return {"model": {plain_name(name): value for name, value in self.teacher.state_dict().items()}}
+        return {"model": SavedModule(self.teacher).state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores it."""
-        saved = state_dict["model"]
-        self.teacher.load_state_dict({name: saved[plain_name(name)] for name in self.teacher.state_dict()})
+        SavedModule(self.teacher).load_state_dict(state_dict["model"])
 
 
 class _TeacherBuffers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.checkpoint.tree import dtype_name
 from ignite_train.engine.attachable import Attachable, Stateful
-from ignite_train.internals.of_torch import MILESTONES, PARTS, buffers_of, parts_of_schedule
+from ignite_train.internals.of_torch import MILESTONES, PARTS, buffers_of, parts_of_schedule, versions_of
 from ignite_train.model.averaged_tensors import plain_name
 from ignite_train.model.in_full import in_full
 from ignite_train.model.memory_layout import own_memory
@@ -85,19 +86,31 @@ class SavedModule:
         """The module's."""
         return {plain_name(name): value for name, value in self.module.state_dict().items()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *, strict: bool = True, versions: Mapping[str, Any] | None = None
+    ) -> None:
         """Hands it to the module, which copies parameters and buffers to where its own are.
 
         Other tensors, such as the states of a metric of torchmetrics, are not copied but replaced, so they are moved before.
         With strict=False a part of the state will do, and the module is handed no more.
+
+        Args:
+            state_dict: the state, under plain names.
+            strict: whether it must be whole.
+            versions: the version of each module's state, by the prefix of its names, so that the module changes an older one as
+                with torch's own `load_state_dict`. Without one the state is of the version that the module has now.
         """
         module = self.module
         tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         copied = {plain_name(name) for name, _ in tensors}
-        state = {}
-        for name, there in module.state_dict().items():
+        state = copy.copy(module.state_dict())  # it may be the module's own dict
+        told = versions_of(state)
+        for name in told:
+            told[name] = (versions or {}).get(plain_name(f"{name}.").lstrip("."), told[name])
+        for name, there in [*state.items()]:
             plain = plain_name(name)
             if not strict and plain not in state_dict:
+                del state[name]
                 continue
             saved = state_dict[plain]
             is_moved = plain not in copied and isinstance(there, Tensor) and isinstance(saved, Tensor)

@@ -8,7 +8,8 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -78,6 +79,7 @@ __all__ = [
     "storage_number",
     "values_of",
     "version_of",
+    "versions_of",
 ]
 
 # --- tensors ---
@@ -152,6 +154,16 @@ parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgette
 # The hooks of a module, which the public methods add and do not tell.
 forward_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_hooks")
 forward_pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
+
+
+def versions_of(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What `Module.state_dict` notes of each module besides its tensors, its version: by name, as a dict to write into.
+
+    `load_state_dict` tells each module which version it is given, so that it changes what an older one has saved. A state that
+    was made in another way has nothing of it.
+    """
+    versions: dict[str, dict[str, Any]] = vars(state).get("_metadata", {}) if isinstance(state, OrderedDict) else {}
+    return versions
 
 
 def share_contents(module: nn.Module, other: nn.Module) -> None:

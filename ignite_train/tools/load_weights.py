@@ -18,6 +18,7 @@ from ignite_train.checkpoint.fits import check_tied, tied_names
 from ignite_train.checkpoint.manifest import is_frozen_name, one_line
 from ignite_train.checkpoint.run_objects import SavedModule
 from ignite_train.errors import CheckpointError
+from ignite_train.internals.of_torch import versions_of
 from ignite_train.model.averaged_tensors import plain_name
 from ignite_train.ranks.wrapping import unwrap
 from ignite_train.tools.consolidate import read_object
@@ -103,7 +104,7 @@ def load_weights(
     check_tied(str(path), "model", wanted, fitting)
     parts = {name: _as_part_of(wanted[name], value) for name, value in fitting.items()}
     try:
-        _hand_over(module, wanted, parts)
+        _hand_over(module, wanted, parts, _versions(state, wanted))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a module may raise anything
@@ -111,14 +112,23 @@ def load_weights(
     return left
 
 
-def _hand_over(module: SavedModule, wanted: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+def _hand_over(module: SavedModule, wanted: Mapping[str, Any], parts: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
     """Loads the parts of a state, with the module's own values for the others, since a module may look for all of its names."""
     try:
-        module.load_state_dict({**wanted, **parts})
+        module.load_state_dict({**wanted, **parts}, versions=versions)
     except Exception as error:
         if isinstance(error, torch.OutOfMemoryError) or parts.keys() == wanted.keys():
             raise
-        module.load_state_dict(parts, strict=False)  # some do not take back what they give themselves
+        module.load_state_dict(parts, strict=False, versions=versions)  # some do not take back what they give themselves
+
+
+def _versions(state: Mapping[str, Any], wanted: Iterable[str]) -> dict[str, Any]:
+    """The versions of modules that a file of torch's has, by the prefixes that their names have in `wanted`."""
+    there, here = _wrappers(state), _wrappers(wanted)
+    versions = {plain_name(f"{name}.").lstrip("."): version for name, version in versions_of(state).items()}
+    if there == here:
+        return versions
+    return {here + prefix.removeprefix(there): version for prefix, version in versions.items() if prefix.startswith(there)}
 
 
 def _refuse_without_memory(wanted: Mapping[str, Any]) -> None:
@@ -227,10 +237,16 @@ def _has_names(state: Any) -> bool:
 
 def _plain_names(state: Iterable[str]) -> dict[str, str]:
     """The names in a state without what wrappers around the whole model, or parts of it, have added; by the names with it."""
-    names = {name: plain_name(name) for name in state}
-    while names and all(name.startswith(_WRAPPER) for name in names.values()):
-        names = {name: plain.removeprefix(_WRAPPER) for name, plain in names.items()}
-    return names
+    wrappers = _wrappers(state)
+    return {name: plain_name(name).removeprefix(wrappers) for name in state}
+
+
+def _wrappers(state: Iterable[str]) -> str:
+    """What all names in a state begin with if they are those of a wrapper around the whole model."""
+    names, wrappers = [plain_name(name) for name in state], ""
+    while names and all(name.startswith(wrappers + _WRAPPER) for name in names):
+        wrappers += _WRAPPER
+    return wrappers
 
 
 def _fits(wanted: Any, found: Any) -> bool:

@@ -317,6 +317,22 @@ def hooks_of_modules() -> bool:
     return there == [[hook], [hook]] and not of_torch.forward_hooks_of(module) and not of_torch.forward_pre_hooks_of(module)
 
 
+def versions_of_modules() -> bool:
+    """A state has the version of each module, which is told it when it loads the state; a copy as a plain dict has none."""
+
+    class Layer(nn.Linear):
+        _version = 5
+
+    module, told = nn.Sequential(Layer(1, 1)), []
+    module[0].register_load_state_dict_pre_hook(lambda _, state, prefix, metadata, *__: told.append(metadata.get("version")))
+    state = module.state_dict()
+    module.load_state_dict(state)
+    module.load_state_dict(dict(state))
+    of_torch.versions_of(state)["0"] = {"version": 4}
+    module.load_state_dict(copy.copy(state))
+    return told == [5, None, 4] and [*of_torch.versions_of(state)] == ["", "0"] and of_torch.versions_of(dict(state)) == {}
+
+
 # --- optimizers and schedules ---
 
 
@@ -561,6 +577,7 @@ OF_TORCH: dict[Callable[[], bool], tuple[str, ...]] = {
     contents_of_modules: ("buffers_of", "modules_of", "parameters_of"),
     shared_contents: ("share_contents",),
     hooks_of_modules: ("forward_hooks_of", "forward_pre_hooks_of"),
+    versions_of_modules: ("versions_of",),
     hooks_of_steps: ("step_post_hooks_of", "step_post_hooks_of_all", "step_pre_hooks_of", "step_pre_hooks_of_all"),
     wrappers_of_steps: ("grad_mode_wrapper",),
     running_profiler: ("profiler_is_on",),
