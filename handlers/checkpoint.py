@@ -432,8 +432,8 @@ class Checkpoint(Handler):
             self.cadence.best, self.saver.has_lost_one = self._best_on_disk(), False
         self._give_up_missed()
         trainer = self._run.trainer
-        # Outside of a run rank 0 may evaluate alone, as at the end of a script, and nothing is saved of itself.
-        find = agreed_score if trainer.progress.running else score_in
+        # An evaluation of ours is made by all ranks; with an engine of Ignite one rank may evaluate alone.
+        find = agreed_score if isinstance(evaluator, Evaluator) else score_in
         self.cadence.note_evaluation(trainer.updates_done, evaluator.state.metrics, find)
 
     def _give_up_missed(self) -> None:

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from ignite_train.arguments import describe
+from ignite_train.data.description import length_of
 from ignite_train.engine.dispatch import attached
 from ignite_train.events import Event, TrainEvents
 from ignite_train.internals.of_torch import HAS_STEPPED, MILESTONES, parts_of_schedule
@@ -220,11 +221,10 @@ def _compare_length(scheduler: LRScheduler, steps: int | None, trainer: Trainer,
         return
     kind, remedy = type(scheduler).__name__, ", or step it once an epoch, by attach(trainer, Events.EPOCH_COMPLETED)"
     if length > steps and type(scheduler) in _LENGTHS and not by_epoch:
-        accumulation, epochs = trainer.config.get("accumulation_steps", 1), trainer.state.max_epochs or 1
-        # What trainer.total_updates would make of it.
-        if not isinstance(accumulation, int) or length % epochs or -(-length // (epochs * accumulation)) * epochs != steps:
+        micro_batches, epochs = length_of(trainer.state.dataloader), trainer.state.max_epochs
+        if micro_batches is None or epochs is None or length != micro_batches * epochs:
             return
-        consequence, remedy = f"it was counted in micro-batches, of which accumulation_steps={accumulation} make an update", ""
+        consequence, remedy = "that is the number of its micro-batches, of which an update takes several", ""
     elif length >= steps or (2 * length > steps and not isinstance(scheduler, OneCycleLR)):
         return
     total = "max_iters= of trainer.run" if trainer.replicas.are_elastic else "trainer.total_updates(loader, max_epochs=...)"
@@ -244,9 +244,10 @@ def _length(scheduler: LRScheduler, steps: int, max_epochs: int | None) -> tuple
         last = max(scheduler.milestones, default=None)
         is_usual = max_epochs is None or last is None or last > max_epochs
         return "milestones", None if is_usual else last, "its last milestone will be passed early"
-    if isinstance(scheduler, (StepLR, ExponentialLR)):
+    if type(scheduler) in (StepLR, ExponentialLR):
         name, size = ("step_size", scheduler.step_size) if isinstance(scheduler, StepLR) else ("gamma", 1)
-        part = scheduler.gamma ** (steps // size)
+        gamma = vars(scheduler)["gamma"]
+        part = gamma ** (steps // size) if 0 < gamma < 1 and steps > 0 else 1.0  # a rise may overflow
         is_usual = part >= _ALMOST_NOTHING or steps <= (max_epochs or 0)
         return name, None if is_usual else vars(scheduler)[name], f"its learning rate will fall to {part:.0e} of the first one"
     name, consequence = _LENGTHS.get(type(scheduler), ("", ""))

@@ -116,7 +116,7 @@ class Cadence(Piggyback):
         Args:
             update: the latest that has had its effect: the parameters are those after it.
             metrics: of the evaluator.
-            find: finds the score among them. In a run all ranks take that of rank 0.
+            find: finds the score among them; the same on all ranks where all of them evaluate.
 
         Raises:
             ValueError: `score` is not one of the metrics.

@@ -355,7 +355,8 @@ class MicroBatchPass:
         rounds = self._rounds if latest or done is None else self._rounds - self._size_of(done)
         given = self._plan.done_before + self._read - (0 if latest else self.num_read)
         # Where the latest group has not arrived, the latest note is of the one before.
-        return self._place.saved(rounds, given, latest=latest or not self._is_noted)
+        at_rest = latest and self._is_noted and not self._plan.looks_ahead
+        return self._place.saved(rounds, given, latest=latest or not self._is_noted, at_rest=at_rest)
 
     def note_other_data(self, done: int | None = None) -> None:
         """Call it where the stream of this pass was given other data: between two runs, or after `done` groups of the epoch."""

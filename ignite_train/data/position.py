@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ignite_train.arguments import COUNT, check_fields
-from ignite_train.data.description import Pipeline, Seekable, attributes_of_samplers, changes, describe_data, length_of
+from ignite_train.data.description import Pipeline, Seekable, attributes_of_samplers, changes, describe_data
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.engine.attachable import Stateful
 from ignite_train.errors import CheckpointError, TrainingError
@@ -184,13 +184,14 @@ class DataPosition:
         note = self._stateful.state_dict() if self._stateful is not None else None, None
         self._notes = [self._notes[0] if in_group else note, note]
 
-    def saved(self, rounds: int, given: int, *, latest: bool) -> dict[str, Any]:
+    def saved(self, rounds: int, given: int, *, latest: bool, at_rest: bool = False) -> dict[str, Any]:
         """The position in plain types.
 
         Args:
             rounds: the largest number of micro-batches that any rank was given since the position was found.
             given: micro-batches that this rank was given in this epoch.
             latest: whether the latest group is among them.
+            at_rest: whether nothing was read behind them, but for what worker processes read.
         """
         position: dict[str, Any] = {"world_size": self._num_ranks, "generators": self._own_generators()}
         position["description"] = self._description
@@ -203,6 +204,8 @@ class DataPosition:
             return position | {"loader": state, **own}
         if isinstance(self._loader, DataLoader):
             position["workers"], position["samplers"] = self._loader.num_workers, attributes_of_samplers(self._loader)
+            if at_rest and type(self._loader).__iter__ is DataLoader.__iter__:  # another may read ahead in a thread
+                position["read_ahead"] = self._read_ahead()
         return position
 
     def _compare(self, saved: Mapping[str, Any], *, in_epoch: bool) -> None:
@@ -273,9 +276,13 @@ class DataPosition:
         self.reads_past = True
         self._warn_of_other_workers(saved)
         # Something else may have drawn from its generators since the pass was opened, as a validation with the same one does.
-        # Where more was read ahead than will be now, the state is not that of the place.
-        if isinstance(self._loader, DataLoader) and saved.get("workers") == self._loader.num_workers:
-            self._own_after = {} if length_of(self._loader) is None else saved["generators"]
+        # Where another number of micro-batches was read ahead than will be now, the state is not that of the place.
+        if saved.get("read_ahead") == self._read_ahead():
+            self._own_after = saved["generators"]
+
+    def _read_ahead(self) -> list[Any]:
+        """What decides how many micro-batches of a DataLoader are read before they are asked for."""
+        return [self._loader.num_workers, self._loader.prefetch_factor] if isinstance(self._loader, DataLoader) else []
 
     def _go_to_the_start(self, saved: Mapping[str, Any]) -> None:
         """Puts back the state and the generators of a loader, which depend on earlier passes."""

@@ -167,12 +167,13 @@ class Loop(Dispatcher):
         self.on_enter: list[Callable[[Any], object]] = []
         self.on_exit: list[Callable[[], object]] = []
         self.on_idle: list[Callable[[], object]] = []
+        self._has_entered = False  # whether a run is under way in which they were called
         self.progress = Progress()
 
     def enter_with(self, function: Callable[[Any], object]) -> None:
         """Has it called in `on_enter`, and at once too where a run is under way: a handler may be attached in the middle."""
         self.on_enter.append(function)
-        if self.progress.running:
+        if self._has_entered:
             function(self)
 
     def __reduce_ex__(self, protocol: Any) -> Never:
@@ -236,8 +237,9 @@ class Loop(Dispatcher):
         progress.data_ended = progress.data_ended and continues
         try:
             self._log(f"Engine run starting with max_epochs={state.max_epochs}, max_iters={state.max_iters}.")
-            for callback in [*self.on_enter]:
+            for callback in self.on_enter:
                 callback(self)
+            self._has_entered = True
             if has_epochs:
                 self._take_up_stops(between_updates=True)
             if not self.progress.epoch_open:
@@ -255,7 +257,7 @@ class Loop(Dispatcher):
             self._take_back()
             raise
         finally:
-            self.progress.running = self.progress.iterating = self.should_interrupt = False
+            self.progress.running = self.progress.iterating = self.should_interrupt = self._has_entered = False
             state.batch = None
             with ExitStack() as at_exit:  # an error of one leaves none out
                 for function in reversed(self.on_exit):

@@ -242,7 +242,7 @@ class RecordingHandler(Handler):
         """Writes at the end of the run what there is of its last update, as far as it was not written."""
         self.check_file()
         self(trainer)
-        if not (self.latest or self.points or self._failures):
+        if trainer.state.iteration > (self.begin or 0) and not (self.latest or self.points or self._failures):
             _logger.warning(
                 f"{type(self).__name__} has written nothing: no metrics were published in this run; attach "
                 "TrainingMetrics().attach(trainer), which publishes those of the training"

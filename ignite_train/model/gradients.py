@@ -130,7 +130,7 @@ class Gradients:
                 parameter.grad = gradient
             elif gradient is not None:
                 # in place where that is possible: a sparse one may meet a dense one of the same table
-                parameter.grad = gradient + parameter.grad if gradient.is_sparse else gradient.add_(parameter.grad)
+                parameter.grad = parameter.grad + gradient if gradient.is_sparse else gradient.add_(parameter.grad)
 
     def separate(self) -> None:
         """Gives each of them memory of its own; called after each backward.

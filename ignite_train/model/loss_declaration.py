@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -111,6 +112,8 @@ class FirstLook:
 
 def _warn(message: str, forward: Any) -> None:
     """Warns at the line of the user's function."""
+    while isinstance(forward, partial):
+        forward = forward.func
     function = forward.__func__ if isinstance(forward, MethodType) else forward
     if isinstance(function, FunctionType):
         code = function.__code__
@@ -191,10 +194,7 @@ def _findings(probe: _Probe) -> list[str]:
         is_sum = is_equal(part["loss"], doubled["loss"], factor=2) and not _is_mean_of_columns(probe, part["loss"])
         return [_bare_sum(count)] if is_sum else []
     if not is_equal(part[""], doubled[""], factor=2):
-        is_of_fields = count != part[""] == doubled[""] == probe.parts.num_fields
-        return (
-            [_number_of_fields(part[""], count)] if is_of_fields and is_equal(part["loss"], doubled["loss"], factor=2) else []
-        )
+        return [_number_of_fields(part[""], count)] if _is_of_fields(probe, part, doubled) else []
     is_square = is_equal(part["loss"], doubled["loss"], factor=4)
     stays = [name for name, value in part.items() if name and probe.is_same(value, doubled[name])]
     means, size = _means(probe, stays, part), part[""] * count / probe.parts.size
@@ -205,6 +205,17 @@ def _findings(probe: _Probe) -> list[str]:
             found.append(_multiplied_sum(size))
     logs = [name for name in means if name != "loss"]
     return [*found, _mean_logs(logs)] if logs else found
+
+
+def _is_of_fields(probe: _Probe, part: dict[str, float], doubled: dict[str, float]) -> bool:
+    """Whether the size is that of a pair or a dict, in each part and in the whole, beside a sum over the samples."""
+    fields = probe.parts.num_fields
+    if fields < 2 or probe.parts.count == fields or not part[""] == doubled[""] == fields:
+        return False
+    if not probe.is_equal(part["loss"], doubled["loss"], factor=2):
+        return False
+    others = probe.numbers([1], [0, 1]) if len(probe.parts.sizes) > 1 else []
+    return all(one[""] == fields for one in others)
 
 
 def _means(probe: _Probe, names: Sequence[str], part: dict[str, float]) -> list[str]:

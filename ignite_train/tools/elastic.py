@@ -72,7 +72,7 @@ class ElasticLauncher:
     counts for its replica, whose other ranks are killed. When the last update is made, no replica is started again, unless the
     script begins another run; when one has ended without an error then, the others have a minute to end. SIGINT and SIGTERM are
     passed on to all of them, and no replica is started again. All of them get SIGTERM too when one has ended three times in a
-    row within 20 s of its start, by another signal than SIGKILL or without one, or once more than `max_restarts` allows.
+    row within 20 s of its start, or once more than `max_restarts` allows, other than by SIGKILL.
 
     That the last update is made is known from a file, which a trainer with `reduction="elastic"` makes when its run has ended:
     at a limit, after a request to stop, or since nothing was left to do. A script without such a trainer has to make it, under
@@ -87,7 +87,7 @@ class ElasticLauncher:
         join_ms: how long replicas that ask for an update wait for a live replica that does not ask, before they continue
             without it. Longer than any replica alone may take between two updates.
         hang_seconds: how long a replica may keep the others waiting in an update before it is taken for lost.
-        max_restarts: how often replicas are started again, all of them counted together.
+        max_restarts: how often replicas that SIGKILL has not ended are started again, all of them counted together.
 
     Attributes:
         replicas: by their numbers.
@@ -136,7 +136,7 @@ class ElasticLauncher:
             "IGNITE_TRAIN_HANG_SECONDS": str(hang_seconds),
         }
         self.replicas: dict[int, _Replica] = {}
-        self.num_restarts = 0
+        self.num_restarts = self._num_failures = 0
         self._stops_at: float | None = None  # when what runs then is killed
 
     def __enter__(self) -> Self:
@@ -209,9 +209,10 @@ class ElasticLauncher:
         before, what = self.replicas[number], f"replica {number} has ended with status {code}"
         what += "" if code else " before the last update"
         # SIGKILL comes from outside, as where a machine is taken away.
-        soon = time.monotonic() - before.begun < _AT_ONCE_SECONDS and code != -signal.SIGKILL
-        at_once = before.at_once + 1 if soon else 0
-        if at_once >= _MAX_AT_ONCE or self.num_restarts >= self._max_restarts:
+        has_failed, soon = code != -signal.SIGKILL, time.monotonic() - before.begun < _AT_ONCE_SECONDS
+        at_once = before.at_once + 1 if has_failed and soon else 0
+        self._num_failures += has_failed
+        if at_once >= _MAX_AT_ONCE or self._num_failures > self._max_restarts:
             why = f"{at_once} times in a row soon after it was started"
             if at_once < _MAX_AT_ONCE:
                 used_up = f"and max_restarts={self._max_restarts} is used up"

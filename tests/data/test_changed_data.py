@@ -255,6 +255,46 @@ def test_a_dataset_that_gets_or_loses_its_generator_is_a_warning(draws: bool, tm
     assert sum(line in message for message in caplog.messages) == 1
 
 
+@pytest.mark.parametrize("saves", [False, True], ids=["in this process", "from a checkpoint"])
+def test_an_update_that_is_repeated_has_the_same_draws(saves: bool, tmp_path: Path) -> None:
+    """A dataset draws as its samples are read: those of the update that an exception ended are read again."""
+
+    class Drawing(Noisy):
+        def __getitem__(self, index: int) -> Tensor:
+            return torch.rand(1, generator=self.generator)
+
+    def run(*, fails: bool) -> list[list[float]]:
+        seen: list[list[float]] = []
+
+        def make() -> Any:
+            model = nn.Linear(1, 1)
+
+            def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+                if fails and not failed and len(seen) == 3:
+                    failed.append(True)
+                    raise KeyboardInterrupt
+                seen.append(x.flatten().tolist())
+                return ForwardOutput(model(x).square().sum() * 1e-6, len(x))
+
+            trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-3), forward)
+            checkpoint = Checkpoint(tmp_path / str(fails))
+            checkpoint.attach(trainer)
+            return trainer, DataLoader(Drawing(draws=True), 4, shuffle=True, generator=torch.Generator()), checkpoint
+
+        failed: list[bool] = []
+        trainer, loader, checkpoint = make()
+        if fails:
+            with pytest.raises(KeyboardInterrupt):
+                trainer.run(loader, max_epochs=2)
+            if saves:
+                checkpoint.save()
+                trainer, loader, _ = make()
+        trainer.run(loader, max_epochs=2)
+        return seen
+
+    assert run(fails=True) == run(fails=False)
+
+
 @pytest.mark.parametrize("num_workers", [0, slow(2)])
 def test_a_generator_that_the_validation_draws_from_too_goes_on(num_workers: int, tmp_path: Path) -> None:
     """Torch's recipe gives all loaders one generator; what an evaluation in the middle of an epoch has drawn counts."""

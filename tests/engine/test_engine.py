@@ -1024,6 +1024,29 @@ def test_progress_bar(capsys, sized):
     assert not sized or "3/3" in shown
 
 
+def test_what_is_put_into_on_enter_as_a_run_begins_is_called_once():
+    """By a function of `on_enter` or a handler of STARTED; in the next run with the others."""
+    trainer, called = make()[0], []
+    begins = [True]
+
+    def add(trainer):
+        if begins:
+            trainer.on_enter.append(lambda _: called.append("appended"))
+            trainer.enter_with(lambda _: called.append("entered"))
+
+    def start(trainer):
+        if begins:
+            begins.clear()
+            trainer.enter_with(lambda _: called.append("started"))
+
+    trainer.on_enter.append(add)
+    trainer.add_event_handler(Events.STARTED, start)
+    trainer.run([1.0], max_epochs=1)
+    assert called == ["appended", "entered", "started"]
+    trainer.run([1.0], max_epochs=2)
+    assert called == ["appended", "entered", "started"] * 2
+
+
 def test_early_stopping():
     """Ignite's EarlyStopping on the evaluator ends the trainer's run when the metric stops getting better."""
     model = Weight()

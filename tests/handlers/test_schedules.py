@@ -15,6 +15,7 @@ from ignite.engine import Events
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
+    ConstantLR,
     CosineAnnealingLR,
     ExponentialLR,
     LambdaLR,
@@ -133,9 +134,28 @@ def test_a_length_in_micro_batches_is_noticed(
         trainer = create_trainer(model, optimizer, cuts.forward, accumulation_steps=accumulation_steps)
         LearningRateSchedule(build(optimizer, length)).attach(trainer)
         trainer.run(DATA, max_epochs=EPOCHS)
-        found = [line for line in lines(caplog) if "counted in micro-batches" in line]
+        found = [line for line in lines(caplog) if "the number of its micro-batches, of which an update takes several" in line]
         assert len(found) == expected
         assert all("trainer.total_updates(loader, max_epochs=...)" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda o: ExponentialLR(o, 1e5),  # a test of rates
+        lambda o: SequentialLR(o, [ConstantLR(o, 1.0, 20_000), ExponentialLR(o, 0.9)], [20_000]),
+        lambda o: SequentialLR(o, [ConstantLR(o, 1.0, 20_000), StepLR(o, 1, 0.0)], [20_000]),
+    ],
+    ids=["rises", "begins after the run", "is zero after the run"],
+)
+def test_a_decay_that_has_no_end_in_the_run_is_left_alone(
+    build: Callable[[Optimizer], LRScheduler], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, optimizer = make()
+    optimizer.param_groups[0]["lr"] = 0.0  # a rate of 1e5**70 would overflow
+    LearningRateSchedule(build(optimizer)).attach(trainer)
+    trainer.run(DATA, max_iters=70)
+    assert lines(caplog) == []
 
 
 def test_an_epoch_of_micro_batches_is_no_length_of_a_schedule_by_epoch(caplog: pytest.LogCaptureFixture) -> None:

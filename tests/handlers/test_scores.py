@@ -653,21 +653,19 @@ def test_all_ranks_react_alike(way: Callable[[], Any]) -> None:
 def _best_on_this_rank(directory: Path, what: str) -> tuple[Any, ...]:
     """The score of this rank's samples only, which on rank 1 is another one, or is not published."""
     job, rank = Scripted([1.0]), idist.get_rank()
-    evaluator = Engine(lambda engine, batch: None)
+    evaluator = create_evaluator(job.model, cuts.forward)
     by_rank = ([3.0, 2.0, 2.5, 1.0], [3.0, 4.0, 1.0, 5.0])[rank]
 
     def publish() -> None:
         if rank == 0 or what == "differs":
-            evaluator.state.metrics["loss"] = by_rank[job.trainer.state.iteration - 1]
+            evaluator.state.metrics["error"] = by_rank[job.trainer.state.iteration - 1]
 
     evaluator.add_event_handler(Events.EPOCH_COMPLETED, publish)
-    validation = Validation(evaluator, [0], sanity=0)
+    validation = Validation(evaluator, DATA[:1], score="error", sanity=0)
     validation.attach(job.trainer, Events.ITERATION_COMPLETED)
-    checkpoint = Checkpoint(directory, every=1000, score="loss")
+    checkpoint = Checkpoint(directory, every=1000, score="error")
     checkpoint.attach(job.trainer, evaluator=evaluator)
     job.run(max_iters=4)
-    if rank == 0:
-        evaluator.run([0])  # which rank 0 may do alone, once the run is over
     return validation.best, validation.best_update, checkpoint.best
 
 
@@ -679,6 +677,25 @@ def test_the_best_is_that_of_rank_0(tmp_path: Path, what: str) -> None:
     assert first == second
     assert first[:2] == (1.0, 4)
     assert first[2][1] == 1.0
+
+
+def _rank_0_evaluates_alone(directory: Path) -> int:
+    """By an engine of Ignite, which waits for nobody: before the run, at the end of each epoch, and after the run."""
+    job, evaluator = Scripted([1.0]), Engine(lambda engine, batch: None)
+    evaluator.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.state.metrics.update(loss=1.0))
+    Checkpoint(directory, score="loss").attach(job.trainer, evaluator=evaluator)
+    if idist.get_rank() == 0:
+        job.trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([0]))
+        evaluator.run([0])
+    job.trainer.run(DATA, max_epochs=2)
+    if idist.get_rank() == 0:
+        evaluator.run([0])
+    return job.trainer.state.epoch
+
+
+@pytest.mark.slow
+def test_one_rank_may_evaluate_alone_where_all_save_then(tmp_path: Path) -> None:
+    assert run_ranks(_rank_0_evaluates_alone, tmp_path, timeout_seconds=40) == [2, 2]
 
 
 # --- mistakes ---

@@ -302,6 +302,9 @@ def of_pairs(m: nn.Module, b: list[list[Tensor]]) -> ForwardOutput:
     return ForwardOutput(sum((F.cross_entropy(m(x), c, reduction="sum") for x, c in b), torch.zeros(())), sample_size=len(b))
 
 
+GRAPHS = {"x": batch(8)["x"], "of": torch.arange(8) // 2}  # as many of them in the first half as there are fields
+
+
 @pytest.mark.parametrize(
     ("forward", "given"),
     [
@@ -310,8 +313,10 @@ def of_pairs(m: nn.Module, b: list[list[Tensor]]) -> ForwardOutput:
         (lambda m, b: ForwardOutput(F.cross_entropy(m(b[0]), b[1], reduction="sum"), 128), PAIR),
         (lambda m, b: ForwardOutput(F.cross_entropy(m(b[0]), b[1], reduction="sum"), 1), PAIR),
         (lambda m, b: ForwardOutput(F.cross_entropy(m(b[0]), b[1], reduction="sum"), 2), [batch(2)["x"], batch(2)["c"]]),
+        (lambda m, b: ForwardOutput(m(b["x"]).square().sum(), 1), {"x": batch()["x"]}),
+        (lambda m, b: ForwardOutput(m(b["x"]).square().sum(), int(b["of"].max()) + 1), GRAPHS),
     ],
-    ids=["samples", "detection", "constant", "of-the-micro-batch", "two-samples"],
+    ids=["samples", "detection", "constant", "of-the-micro-batch", "two-samples", "one-field", "graphs"],
 )
 def test_a_number_that_is_not_of_fields_is_right(forward: Callable[..., Any], given: Any) -> None:
     assert told(forward, given) == []

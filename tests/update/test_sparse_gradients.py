@@ -268,6 +268,26 @@ def test_an_update_that_is_not_finite_moves_nothing() -> None:
     trap.remove()
 
 
+@pytest.mark.parametrize("sparse_first", [True, False])
+def test_a_table_with_sparse_and_dense_gradients_beside_a_recovery(sparse_first: bool) -> None:
+    """As one that is also the matrix of the output in some micro-batches; the step is that without a recovery."""
+    weights = []
+    for recovery in ("raise", "skip"):
+        torch.manual_seed(0)
+        table = nn.Embedding(6, 2, sparse=True).double()
+
+        def forward(table: nn.Module, words: Tensor) -> ForwardOutput:
+            is_sparse = (words[0] == 0) == sparse_first
+            loss = table(words).square().sum() if is_sparse else table.get_parameter("weight").square().sum()
+            return ForwardOutput(loss, len(words))
+
+        options = with_options(on_out_of_memory=recovery)
+        trainer = create_trainer(table, SGD(table.parameters(), lr=0.1), forward, accumulation_steps=2, **options)
+        trainer.run([torch.tensor([0, 1]), torch.tensor([1, 2])], max_epochs=1)
+        weights.append(table.weight.detach().clone())
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-12, atol=0)
+
+
 def test_handlers_see_sparse_gradients() -> None:
     """Coalesced, and those of the mean in GRADIENTS_REDUCED and in `trainer.gradients()`."""
     model, seen = Words(), []
