@@ -288,7 +288,7 @@ class Validation(Handler):
             refuse_other_mode(self.score, self.mode, state_dict["score"], state_dict["mode"])
         else:
             self.score, self.mode = state_dict["score"], state_dict["mode"]
-        if state_dict["score"] == self.score:  # the best of another score is no best of this one
+        if state_dict["score"] == self.score:  # a best of another score says nothing of this one
             self.best, self.best_update = state_dict["best"], state_dict["best_update"]
         self._latest_update = state_dict["latest_update"]
         set_generator_states(generators_within(self.loader), generators)

@@ -250,7 +250,7 @@ def _warn_of_eval_mode(trainer: Trainer, module: nn.Module) -> None:
 
 
 def check_transform(transform: Any) -> None:
-    """Raises a TypeError if the argument `output_transform` is no function."""
+    """Raises a TypeError unless the argument `output_transform` is a function or None."""
     if transform is not None and not callable(transform):
         raise TypeError(f"output_transform must be a function, or None, got {describe(transform)}")
 

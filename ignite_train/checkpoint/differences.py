@@ -1,4 +1,4 @@
-"""Where two trees differ: what a checkpoint says that it holds, and what a run would save now."""
+"""The places where two trees differ: the description of a checkpoint, and that of the run which resumes from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Difference", "Word", "differences", "refuse"]
 
 
 class Word(Enum):
-    """What is compared where a tree has no value, and where its value need not be compared."""
+    """Stands for a value that a tree lacks, or that need not be compared."""
 
     NOTHING = "nothing"
     NO_TENSOR = "no tensor"
@@ -57,7 +57,7 @@ def differences(
     Args:
         saved: of the checkpoint.
         here: of this run.
-        same: whether two values that are no mappings are not told apart.
+        same: whether two values other than mappings count as equal.
         path: of both, in larger ones.
     """
     one, other = ({} if tree is Word.NOTHING else tree for tree in (saved, here))

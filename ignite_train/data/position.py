@@ -281,7 +281,7 @@ class DataPosition:
             self._own_after = saved["generators"]
 
     def _read_ahead(self) -> list[Any]:
-        """What decides how many micro-batches of a DataLoader are read before they are asked for."""
+        """The settings by which a DataLoader reads micro-batches before they are asked for."""
         return [self._loader.num_workers, self._loader.prefetch_factor] if isinstance(self._loader, DataLoader) else []
 
     def _go_to_the_start(self, saved: Mapping[str, Any]) -> None:

@@ -449,8 +449,9 @@ def _explain(error: Exception, handler: Any) -> None:
         names = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1].f_code.co_names
         if isinstance(error, KeyError) and "metrics" in names:
             error.add_note(
-                "state.metrics has what was published so far: of a trainer that needs TrainingMetrics().attach(trainer), or "
-                "read state.update_output.loss, which is there after each update; of an evaluator it is there after its run"
+                "state.metrics has what was published so far: TrainingMetrics().attach(trainer) publishes metrics of a "
+                "training, in which state.update_output.loss is there after each update; an evaluator has its metrics after its "
+                "run"
             )
         elif isinstance(error, AttributeError) and error.obj is None and "grad" in names:
             error.add_note(

@@ -157,10 +157,10 @@ forward_pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forwa
 
 
 def versions_of(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What `Module.state_dict` notes of each module besides its tensors, its version: by name, as a dict to write into.
+    """The versions of the modules that `Module.state_dict` has noted in a state: by name, as a dict to write into.
 
     `load_state_dict` tells each module which version it is given, so that it changes what an older one has saved. A state that
-    was made in another way has nothing of it.
+    was made in another way has none.
     """
     versions: dict[str, dict[str, Any]] = vars(state).get("_metadata", {}) if isinstance(state, OrderedDict) else {}
     return versions

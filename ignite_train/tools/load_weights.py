@@ -242,7 +242,7 @@ def _plain_names(state: Iterable[str]) -> dict[str, str]:
 
 
 def _wrappers(state: Iterable[str]) -> str:
-    """What all names in a state begin with if they are those of a wrapper around the whole model."""
+    """The beginning that all names of a state have where a wrapper was around the whole model."""
     names, wrappers = [plain_name(name) for name in state], ""
     while names and all(name.startswith(wrappers + _WRAPPER) for name in names):
         wrappers += _WRAPPER

@@ -1,4 +1,4 @@
-"""new_trainer: what a function of the user has made for a search, which must leave the program and its run alone."""
+"""A trainer that the user's function makes for a search, which must leave the program and its run alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def new_trainer(make_trainer: Callable[..., Trainer], /, **arguments: Any) -> Tr
         arguments: it is called with these.
 
     Raises:
-        TypeError: it returns no trainer.
+        TypeError: it returns something else than a trainer.
         ValueError: it returns a trainer of a model that was there before, or whose replicas come and go, or with a
             `Checkpoint`.
     """

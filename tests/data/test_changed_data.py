@@ -257,7 +257,7 @@ def test_a_dataset_that_gets_or_loses_its_generator_is_a_warning(draws: bool, tm
 
 @pytest.mark.parametrize("saves", [False, True], ids=["in this process", "from a checkpoint"])
 def test_an_update_that_is_repeated_has_the_same_draws(saves: bool, tmp_path: Path) -> None:
-    """A dataset draws as its samples are read: those of the update that an exception ended are read again."""
+    """A dataset draws as its samples are read: the samples of the update that an exception ended are read again."""
 
     class Drawing(Noisy):
         def __getitem__(self, index: int) -> Tensor:

@@ -548,7 +548,7 @@ def test_a_resume_in_the_other_direction_is_refused(handler: str, tmp_path: Path
 
 @pytest.mark.parametrize("score", ["accuracy", "error"])
 def test_a_resume_with_another_score_begins_anew(score: str, tmp_path: Path) -> None:
-    """The best loss is no best of another metric, whichever direction that has: the handlers end as if nothing were saved."""
+    """The best loss says nothing of another metric, whichever direction that has: the handlers end as if nothing were saved."""
 
     def job(name: str, directory: Path | None) -> tuple[Scripted, dict[str, Any]]:
         made = Scripted([0.1, 0.2, 0.3, 4.0, 3.0, 2.0, 1.0])
@@ -680,7 +680,7 @@ def test_the_best_is_that_of_rank_0(tmp_path: Path, what: str) -> None:
 
 
 def _rank_0_evaluates_alone(directory: Path) -> int:
-    """By an engine of Ignite, which waits for nobody: before the run, at the end of each epoch, and after the run."""
+    """By an engine of Ignite, which waits for no other rank: before the run, at the end of each epoch, and after the run."""
     job, evaluator = Scripted([1.0]), Engine(lambda engine, batch: None)
     evaluator.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.state.metrics.update(loss=1.0))
     Checkpoint(directory, score="loss").attach(job.trainer, evaluator=evaluator)

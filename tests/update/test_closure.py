@@ -328,7 +328,7 @@ def test_replay_keeps_the_step_of_a_parameter_whose_memory_an_attribute_holds_to
 
 @pytest.mark.parametrize("closure", [True, "replay"])
 def test_a_parameter_without_gradients_moves_along_the_history(closure: Any) -> None:
-    """LBFGS moves it where it was used in an update before; that is no change by forward. Compared with torch's own loop."""
+    """LBFGS moves it where it was used in an update before; forward has not changed it. Compared with torch's own loop."""
     models = [network(), network()]
     inputs = [torch.eye(3, dtype=torch.float64) * (1 + n) for n in range(4)]
     for model in models:
