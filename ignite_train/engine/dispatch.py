@@ -450,8 +450,8 @@ def _explain(error: Exception, handler: Any) -> None:
         if isinstance(error, KeyError) and "metrics" in names:
             error.add_note(
                 "state.metrics has what was published so far: TrainingMetrics().attach(trainer) publishes metrics of a "
-                "training, in which state.update_output.loss is there after each update; an evaluator has its metrics after its "
-                "run"
+                "training, in which state.update_output.loss is there after each update; an evaluator has its metrics "
+                "after its run"
             )
         elif isinstance(error, AttributeError) and error.obj is None and "grad" in names:
             error.add_note(
