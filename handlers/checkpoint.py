@@ -431,10 +431,13 @@ class Checkpoint(Handler):
         if self.saver.has_lost_one:
             self.cadence.best, self.saver.has_lost_one = self._best_on_disk(), False
         self._give_up_missed()
-        trainer = self._run.trainer
-        # An evaluation of ours is made by all ranks; with an engine of Ignite one rank may evaluate alone.
-        find = agreed_score if isinstance(evaluator, Evaluator) else score_in
-        self.cadence.note_evaluation(trainer.updates_done, evaluator.state.metrics, find)
+        update, name = self._run.trainer.updates_done, self.cadence.score
+        assert name is not None  # noqa: S101  # an evaluation is followed for its score
+        # Of several evaluations after one update the first counts, as for handlers that react to a score: a later one may be of
+        # other data. An evaluation of ours is made by all ranks; with an engine of Ignite one rank may evaluate alone.
+        if self.cadence.score_of(update) is None:
+            find = agreed_score if isinstance(evaluator, Evaluator) else score_in
+            self.cadence.note_score(update, find(evaluator.state.metrics, name))
 
     def _give_up_missed(self) -> None:
         """A state that was to be saved for its score is not, once the next update has had its effect."""

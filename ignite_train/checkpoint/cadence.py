@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ignite_train.arguments import positive_int, real_number
@@ -107,25 +107,13 @@ class Cadence(Piggyback):
         if score is not None:  # not before: the parameters may have moved between an evaluation and the save
             self.best = self._retention.best_of([*self.best, (self._score[0], score)])
 
-    def note_evaluation(self, update: int, metrics: Mapping[str, Any], find: Callable[[Mapping[str, Any], str], float]) -> None:
-        """An evaluation is done. If its score is among the best, it asks for a save of the evaluated state.
+    def note_score(self, update: int, score: float) -> None:
+        """The parameters after this update were evaluated. If the score is among the best, they are to be saved.
 
-        Of several evaluations after the same update the first counts, as for handlers that react to a score: a later one may
-        be of other data. Those before the first update do not count.
-
-        Args:
-            update: the latest that has had its effect: the parameters are those after it.
-            metrics: of the evaluator.
-            find: finds the score among them; the same on all ranks where all of them evaluate.
-
-        Raises:
-            ValueError: `score` is not one of the metrics.
+        Those before the first update do not count.
         """
-        assert self.score is not None  # noqa: S101  # an evaluation is followed for its score
-        if self.score_of(update) is None:
-            score = find(metrics, self.score)
-            self._score = update, score
-            self.awaited = update if update > 0 and self._retention.is_among_best(score, self.best) else None
+        self._score = update, score
+        self.awaited = update if update > 0 and self._retention.is_among_best(score, self.best) else None
 
     def note_resumed(self, manifest: Manifest) -> None:
         """The run resumes from a checkpoint, whose parameters may have a score."""
