@@ -222,7 +222,8 @@ def _compare_length(scheduler: LRScheduler, steps: int | None, trainer: Trainer,
     kind, remedy = type(scheduler).__name__, ", or step it once an epoch, by attach(trainer, Events.EPOCH_COMPLETED)"
     if length > steps and type(scheduler) in _LENGTHS and not by_epoch:
         micro_batches, epochs = length_of(trainer.state.dataloader), trainer.state.max_epochs
-        if micro_batches is None or epochs is None or length != micro_batches * epochs:
+        is_alone = trainer.config.get("accumulation_steps", 1) == 1
+        if is_alone or micro_batches is None or epochs is None or length != micro_batches * epochs:
             return
         consequence, remedy = "that is the number of its micro-batches, of which an update takes several", ""
     elif length >= steps or (2 * length > steps and not isinstance(scheduler, OneCycleLR)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.checkpoint.tree import dtype_name
 from ignite_train.engine.attachable import Attachable, Stateful
-from ignite_train.internals.of_torch import MILESTONES, PARTS, buffers_of, parts_of_schedule, versions_of
+from ignite_train.internals.of_torch import MILESTONES, PARTS, buffers_of, parts_of_schedule, versions_of, with_versions
 from ignite_train.model.averaged_tensors import plain_name
 from ignite_train.model.in_full import in_full
 from ignite_train.model.memory_layout import own_memory
@@ -87,7 +86,7 @@ class SavedModule:
         return {plain_name(name): value for name, value in self.module.state_dict().items()}
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], *, strict: bool = True, versions: Mapping[str, Any] | None = None
+        self, state_dict: Mapping[str, Any], *, strict: bool = True, versions: Mapping[str, int] | None = None
     ) -> None:
         """Hands it to the module, which copies parameters and buffers to where its own are.
 
@@ -103,20 +102,17 @@ class SavedModule:
         module = self.module
         tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         copied = {plain_name(name) for name, _ in tensors}
-        state = copy.copy(module.state_dict())  # it may be the module's own dict
-        told = versions_of(state)
-        for name in told:
-            told[name] = (versions or {}).get(plain_name(f"{name}.").lstrip("."), told[name])
-        for name, there in [*state.items()]:
+        own, state, known = module.state_dict(), dict[str, Any](), versions or {}
+        told = {name: known.get(plain_name(f"{name}.").lstrip("."), version) for name, version in versions_of(own).items()}
+        for name, there in own.items():
             plain = plain_name(name)
             if not strict and plain not in state_dict:
-                del state[name]
                 continue
             saved = state_dict[plain]
             is_moved = plain not in copied and isinstance(there, Tensor) and isinstance(saved, Tensor)
             state[name] = saved.to(there.device, copy=True) if is_moved else saved  # the state may be put back once more
         with _writable_buffers(module):
-            module.load_state_dict(state, strict=strict)
+            module.load_state_dict(with_versions(state, told) if told else state, strict=strict)
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers in the state."""

@@ -237,8 +237,10 @@ class Loop(Dispatcher):
         progress.data_ended = progress.data_ended and continues
         try:
             self._log(f"Engine run starting with max_epochs={state.max_epochs}, max_iters={state.max_iters}.")
-            for callback in self.on_enter:
-                callback(self)
+            called: list[object] = []
+            while waiting := [one for one in self.on_enter if not any(one is other for other in called)]:  # they may add others
+                called.append(waiting[0])
+                waiting[0](self)
             self._has_entered = True
             if has_epochs:
                 self._take_up_stops(between_updates=True)

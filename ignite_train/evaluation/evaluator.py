@@ -211,7 +211,7 @@ class Evaluator(Loop):
 
     def _refuse_running_metrics(self, data: Iterable[Any]) -> None:
         """Refuses metrics that are reduced at another event than EPOCH_COMPLETED, or than ITERATION_COMPLETED of even ranks."""
-        if collectives.world_size() == 1:
+        if collectives.world_size() == 1 or self._uneven in ("shortest", "error"):
             return
         for event in dict.fromkeys(event for event, *_ in attached(self)):
             for name, metric in waiting_metrics_at(self, event).items():
@@ -221,7 +221,7 @@ class Evaluator(Loop):
                         "they have different numbers of samples; attach it with usage=EpochWise()"
                     )
         running = waiting_metrics_at(self, Events.ITERATION_COMPLETED)
-        if not running or self._uneven in ("shortest", "error"):
+        if not running:
             return
         length = self._expected_length(data)
         lengths = [int(length) for length in collectives.everyones(-1 if length is None else length)]

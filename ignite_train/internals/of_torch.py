@@ -80,6 +80,7 @@ __all__ = [
     "values_of",
     "version_of",
     "versions_of",
+    "with_versions",
 ]
 
 # --- tensors ---
@@ -156,14 +157,21 @@ forward_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_h
 forward_pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
 
 
-def versions_of(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The versions of the modules that `Module.state_dict` has noted in a state: by name, as a dict to write into.
+def versions_of(state: Mapping[str, Any]) -> dict[str, int]:
+    """The versions of the modules that `Module.state_dict` has noted in a state, by name; another state has none.
 
-    `load_state_dict` tells each module which version it is given, so that it changes what an older one has saved. A state that
-    was made in another way has none.
+    `load_state_dict` tells each module which version it is given, so that it changes what an older one has saved.
     """
-    versions: dict[str, dict[str, Any]] = vars(state).get("_metadata", {}) if isinstance(state, OrderedDict) else {}
-    return versions
+    noted = vars(state).get("_metadata") if isinstance(state, OrderedDict) else None
+    entries = noted.items() if isinstance(noted, Mapping) else ()
+    return {name: entry["version"] for name, entry in entries if isinstance(entry, Mapping) and "version" in entry}
+
+
+def with_versions(values: Mapping[str, Any], versions: Mapping[str, int]) -> OrderedDict[str, Any]:
+    """A state of these values for `load_state_dict`, which tells each module the version that it has here."""
+    state = OrderedDict(values)
+    vars(state)["_metadata"] = OrderedDict((name, {"version": version}) for name, version in versions.items())
+    return state
 
 
 def share_contents(module: nn.Module, other: nn.Module) -> None:

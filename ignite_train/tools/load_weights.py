@@ -112,7 +112,7 @@ def load_weights(
     return left
 
 
-def _hand_over(module: SavedModule, wanted: Mapping[str, Any], parts: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
+def _hand_over(module: SavedModule, wanted: Mapping[str, Any], parts: Mapping[str, Any], versions: Mapping[str, int]) -> None:
     """Loads the parts of a state, with the module's own values for the others, since a module may look for all of its names."""
     try:
         module.load_state_dict({**wanted, **parts}, versions=versions)
@@ -122,7 +122,7 @@ def _hand_over(module: SavedModule, wanted: Mapping[str, Any], parts: Mapping[st
         module.load_state_dict(parts, strict=False, versions=versions)  # some do not take back what they give themselves
 
 
-def _versions(state: Mapping[str, Any], wanted: Iterable[str]) -> dict[str, Any]:
+def _versions(state: Mapping[str, Any], wanted: Iterable[str]) -> dict[str, int]:
     """The versions of modules that a file of torch's has, by the prefixes that their names have in `wanted`."""
     there, here = _wrappers(state), _wrappers(wanted)
     versions = {plain_name(f"{name}.").lstrip("."): version for name, version in versions_of(state).items()}
@@ -150,8 +150,10 @@ def read_weights(path: str | Path, *, entry: str = "model") -> Mapping[str, Any]
         DamagedCheckpointError: something that was needed is not what was written.
     """
     path = path_of("path", path)
+    path = _hub_file(path) or path
     state = _read(path, entry)
-    return {plain: state[name] for name, plain in _plain_names(state).items()} if path.is_file() else state
+    is_of_torch = path.is_file() or is_distributed_checkpoint(path)
+    return {plain: state[name] for name, plain in _plain_names(state).items()} if is_of_torch else state
 
 
 def _read(path: Path, entry: str, *, best: bool = False) -> Mapping[str, Any]:

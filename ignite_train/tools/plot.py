@@ -56,17 +56,27 @@ def read_curves(run: str | Path) -> dict[str, Curve]:
         try:
             entries = json.loads(line)
             update = int(entries.pop("update"))
-            values = {name: float(value) for name, value in entries.items() if name != "epoch"}
+            values = {name: _number(value) for name, value in entries.items() if name != "epoch"}
         except (ValueError, TypeError, KeyError, AttributeError):
             unread = unread or f"line {number} of {path} must be one that JsonLines writes, got {line.strip():.60}"
             continue
         for name, value in values.items():
+            if value is None:
+                continue
             updates, points = curves.setdefault(name, ([], []))
             updates.append(update)
             points.append(value if math.isfinite(value) else math.nan)
     if unread and not curves:
         raise ValueError(unread)
     return curves
+
+
+def _number(value: Any) -> float | None:
+    """The value as a number; None for a note in a line of numbers."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def plot_runs(runs: Mapping[str, Mapping[str, Curve]], output: str | Path, metrics: Sequence[str] | None = None) -> list[str]:

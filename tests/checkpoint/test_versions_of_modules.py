@@ -112,3 +112,14 @@ def test_a_file_without_versions_is_as_new_as_the_model(tmp_path: Path) -> None:
     assert states(model) == states(written)
     assert load_weights(other, tmp_path / "part.pt", strict=False) == ["1.0.weight", "1.0.bias"]
     assert states(other[0]) == states(written[0])
+
+
+def test_nothing_else_than_the_version_is_taken_from_a_file(tmp_path: Path) -> None:
+    """A state that torch has loaded with `assign=True` says so from then on; the parameters of the model stay its own."""
+    state = net().state_dict()
+    net().load_state_dict(state, assign=True)
+    torch.save(state, tmp_path / "assigned.pt")
+    model = net()
+    own = [*model.parameters()]
+    load_weights(model, tmp_path / "assigned.pt")
+    assert all(one is other for one, other in zip(own, model.parameters(), strict=True))

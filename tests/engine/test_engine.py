@@ -1047,6 +1047,19 @@ def test_what_is_put_into_on_enter_as_a_run_begins_is_called_once():
     assert called == ["appended", "entered", "started"] * 2
 
 
+def test_what_changes_on_enter_as_a_run_begins_leaves_no_other_out():
+    """A function that removes itself, and a handler that takes the place of another."""
+    trainer, called = make()[0], []
+
+    def once(trainer):
+        trainer.on_enter.remove(once)
+        trainer.on_enter = [*trainer.on_enter, lambda _: called.append("new")]
+
+    trainer.on_enter += [once, lambda _: called.append("other")]
+    trainer.run([1.0], max_epochs=1)
+    assert called == ["other", "new"]
+
+
 def test_early_stopping():
     """Ignite's EarlyStopping on the evaluator ends the trainer's run when the metric stops getting better."""
     model = Weight()
