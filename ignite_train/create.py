@@ -47,7 +47,7 @@ from ignite_train.ranks.statistics import Statistics
 from ignite_train.ranks.wrapping import crossing_for
 from ignite_train.state import TrainState
 from ignite_train.trainer import OutputTransform, Trainer
-from ignite_train.update.compilation import WHOLE, Compile, compile_in_place, of_model
+from ignite_train.update.compilation import Compile, compile_in_place, compiles_updates, of_model
 from ignite_train.update.decision import Rules
 from ignite_train.update.elastic_update import ElasticUpdate
 from ignite_train.update.forward_backward import ForwardBackward
@@ -259,7 +259,7 @@ def _checked_options(options: Any, compiled: Compile) -> UpdateOptions:
     options = UpdateOptions() if options is None else options
     if not isinstance(options, UpdateOptions):
         raise TypeError(f"options must be UpdateOptions(...), got {describe(options)}")
-    if not options.fast and (compiled == WHOLE or (isinstance(compiled, Mapping) and WHOLE in compiled)):
+    if not options.fast and compiles_updates(compiled):
         raise ValueError(
             f"compile must not be {compiled!r:.60} with UpdateOptions(fast=False), which leaves graphs of whole updates out; "
             "pass compile=True, or leave fast out"

@@ -1,4 +1,4 @@
-"""The places where two trees differ: the description of a checkpoint, and that of the run which resumes from it."""
+"""The places where two trees differ: one describes a checkpoint, the other the run which resumes from it."""
 
 from __future__ import annotations
 

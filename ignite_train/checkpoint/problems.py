@@ -175,11 +175,11 @@ def _state_problems(
 def _tried(
     kind: Any, options: Mapping[str, Any], kinds: Sequence[tuple[int, torch.dtype]]
 ) -> tuple[dict[tuple[int, torch.dtype], dict[str, Any]], str]:
-    """What an optimizer with these options keeps for parameters after two steps, by their dimensions and dtype.
+    """Makes two steps of an optimizer with these options, for parameters of several dimensions and dtypes.
 
     Returns:
-        The states, and how the steps fail; empty if they do not. They fail too where torch has no such step, as with a class
-        that needs a closure, and dtypes without arithmetic.
+        The states after them, by dimensions and dtype, and how the steps fail; empty if they do not. They fail too where torch
+        has no such step, as with a class that needs a closure, and dtypes without arithmetic.
     """
     for key, value in options.items():
         if key in _WAYS and not (value is None or isinstance(value, bool)):
@@ -227,7 +227,7 @@ def _for_a_stand_in(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _needed(value: Any, parameter: Tensor) -> TensorForm | Word:
-    """What a state must hold for a parameter where that of a stand-in holds `value`.
+    """The tensor or number that a state must hold for a parameter, if the state of a stand-in holds `value`.
 
     The sizes of the stand-in become those of the parameter. A size of its own, as factors of Adafactor have, stays.
     """

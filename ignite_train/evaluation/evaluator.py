@@ -213,13 +213,13 @@ class Evaluator(Loop):
         """Refuses metrics that are reduced at another event than EPOCH_COMPLETED, or than ITERATION_COMPLETED of even ranks."""
         if collectives.world_size() == 1 or self._uneven in ("shortest", "error"):
             return
-        for event in dict.fromkeys(event for event, *_ in attached(self)):
+        judged = (Events.EPOCH_COMPLETED, Events.ITERATION_COMPLETED)  # the first elsewhere, the second below
+        for event in dict.fromkeys(event for event, *_ in attached(self) if event not in judged):
             for name, metric in waiting_metrics_at(self, event).items():
-                if event not in (Events.EPOCH_COMPLETED, Events.ITERATION_COMPLETED):
-                    raise ValueError(
-                        f"metric {name!r} ({type(metric).__name__}) is reduced over ranks at {event}, and would hang where "
-                        "they have different numbers of samples; attach it with usage=EpochWise()"
-                    )
+                raise ValueError(
+                    f"metric {name!r} ({type(metric).__name__}) is reduced over ranks at {event}, and would hang where they "
+                    "have different numbers of samples; attach it with usage=EpochWise()"
+                )
         running = waiting_metrics_at(self, Events.ITERATION_COMPLETED)
         if not running:
             return

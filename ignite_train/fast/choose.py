@@ -18,7 +18,7 @@ from ignite_train.fast.unwrapped_step import UnwrappedStep
 from ignite_train.model.optimizers import Optimizers
 from ignite_train.ranks.crossing import AloneCrossing
 from ignite_train.ranks.statistics import Statistics
-from ignite_train.update.compilation import WHOLE, Compile
+from ignite_train.update.compilation import WHOLE, Compile, compiles_updates
 from ignite_train.update.local_update import LocalUpdate
 from ignite_train.update.options import UpdateOptions
 from ignite_train.update.stepper import OneStepper, SeveralSteppers
@@ -124,7 +124,7 @@ def settings_of_graphs(options: Compile, device: torch.device) -> dict[str, Any]
     Where none are given, Python's part of a call is left out too: on the CPU by inductor's wrapper in C++, on CUDA by CUDA
     graphs.
     """
-    if isinstance(options, bool) or (isinstance(options, Mapping) and WHOLE not in options):
+    if not compiles_updates(options):
         return None
     given = {name: value for name, value in options.items() if name != WHOLE} if isinstance(options, Mapping) else {}
     if given:

@@ -143,7 +143,7 @@ def _refuse_without_memory(wanted: Mapping[str, Any]) -> None:
 
 
 def read_weights(path: str | Path, *, entry: str = "model") -> Mapping[str, Any]:
-    """The state that `load_weights` would load: of a file under the names of a model without a wrapper, else as it is.
+    """The state that `load_weights` would load. Names in files of torch lose the wrapper of a model; checkpoints keep theirs.
 
     Raises:
         CheckpointError: the checkpoint or file is missing, or it holds no state_dict.

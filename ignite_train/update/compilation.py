@@ -15,7 +15,7 @@ from ignite_train.model.memory_layout import is_lost
 from ignite_train.model.reshard import is_sharded
 from ignite_train.ranks.wrapping import unwrap
 
-__all__ = ["WHOLE", "Backward", "Compile", "compile_in_place", "of_model"]
+__all__ = ["WHOLE", "Backward", "Compile", "compile_in_place", "compiles_updates", "of_model"]
 
 Backward = Callable[..., None]
 """Runs backward from a loss; takes the arguments of `torch.autograd.backward`."""
@@ -29,6 +29,11 @@ ModelOptions = bool | Mapping[str, Any]
 
 WHOLE = "update"
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+def compiles_updates(options: Compile) -> bool:
+    """Whether whole updates are to be compiled."""
+    return options == WHOLE or (isinstance(options, Mapping) and WHOLE in options)
 
 
 def of_model(options: Compile, model: nn.Module) -> ModelOptions:
@@ -45,7 +50,7 @@ def of_model(options: Compile, model: nn.Module) -> ModelOptions:
         raise TypeError(
             f"compile must be a bool or a mapping of torch.compile's options, or 'update', got {describe(options)}{hint}"
         )
-    whole = options == WHOLE or (isinstance(options, Mapping) and WHOLE in options)
+    whole = compiles_updates(options)
     if whole and isinstance(options, Mapping) and options[WHOLE] is not True:
         raise ValueError(f"compile['update'] must be True, got {options[WHOLE]!r}; leave it out to compile the model alone")
     if whole and _is_bare(unwrap(model)):

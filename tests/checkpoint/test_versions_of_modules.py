@@ -103,7 +103,7 @@ def test_a_file_of_torch_tells_its_versions(version: int, wrap: str, tmp_path: P
 
 
 def test_a_file_without_versions_is_as_new_as_the_model(tmp_path: Path) -> None:
-    """As the files of `consolidate` and those of safetensors are; also a part of the state."""
+    """Files of `consolidate` and of safetensors have no versions; a part of the state is loaded alike."""
     written = net()
     torch.save(dict(written.state_dict()), tmp_path / "model.pt")
     torch.save(dict(written[:1].state_dict()), tmp_path / "part.pt")

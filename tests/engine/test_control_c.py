@@ -131,8 +131,8 @@ PLACES: dict[str, tuple[Make, tuple[Any, ...]]] = {
 
 
 @pytest.fixture(autouse=True)
-def gradients_are_on() -> Iterator[None]:
-    """A test leaves the others alone: one that fails, and one whose interrupt torch answers with a mode that stays."""
+def nothing_stays() -> Iterator[None]:
+    """Switches gradients on, which a failing test leaves off, and takes off the dispatch mode that an interrupt leaves."""
     yield
     torch.set_grad_enabled(True)
     while torch._C._len_torch_dispatch_stack():

@@ -342,7 +342,7 @@ def test_frozen_weights_that_have_no_mean_stay_as_they_are(dtype: torch.dtype, o
 
 @pytest.mark.slow
 def test_frozen_weights_that_have_no_mean_on_two_ranks() -> None:
-    """As in one process."""
+    """Two replicas come to the weights of the loop by hand, as one process does."""
     expected = pytest.approx(by_hand("diloco", 2 * H, 2, [RATE] * 2 * H)[0], rel=1e-12)
     for weights, frozen in run_ranks(with_frozen, NO_MEAN, True):
         assert weights == expected

@@ -239,7 +239,7 @@ def test_a_file_system_may_give_one_file_several_numbers(
 
 @kinds
 def test_a_log_that_is_attached_inside_a_session_continues_after_a_resume(tmp_path: Path, kind: str) -> None:
-    """Its lines of the earlier process are before those of this one, in one file."""
+    """The file has the lines of the earlier process, and then the lines of this process."""
     for last in (3, 6):
         model = cuts.linear()
         trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), cuts.forward)

@@ -270,7 +270,7 @@ def test_an_update_that_is_not_finite_moves_nothing() -> None:
 
 @pytest.mark.parametrize("sparse_first", [True, False])
 def test_a_table_with_sparse_and_dense_gradients_beside_a_recovery(sparse_first: bool) -> None:
-    """As one that is also the matrix of the output in some micro-batches; the step is that without a recovery."""
+    """A table may be the matrix of the output too, in some micro-batches; the step equals one without a recovery."""
     weights = []
     for recovery in ("raise", "skip"):
         torch.manual_seed(0)
