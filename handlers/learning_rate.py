@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingLR,
     ExponentialLR,
+    LinearLR,
     LRScheduler,
     MultiStepLR,
     OneCycleLR,
@@ -211,7 +212,7 @@ def _warn_of_the_end(scheduler: LRScheduler, num_skipped: int) -> None:
 
 
 def _compare_length(scheduler: LRScheduler, steps: int | None, trainer: Trainer, *, by_epoch: bool) -> None:
-    """Warns of a schedule that ends in the first half of a run, or not at all, as one counted in epochs or micro-batches does.
+    """Warns of a schedule that ends in the first half of a run, or not at all, as one that counts something else does.
 
     Raises:
         ValueError: the schedule cannot be stepped as often as the run will do it.
@@ -220,12 +221,12 @@ def _compare_length(scheduler: LRScheduler, steps: int | None, trainer: Trainer,
     if length is None or steps is None:
         return
     kind, remedy = type(scheduler).__name__, ", or step it once an epoch, by attach(trainer, Events.EPOCH_COMPLETED)"
-    if length > steps and type(scheduler) in _LENGTHS and not by_epoch:
-        micro_batches, epochs = length_of(trainer.state.dataloader), trainer.state.max_epochs
-        is_alone = trainer.config.get("accumulation_steps", 1) == 1
-        if is_alone or micro_batches is None or epochs is None or length != micro_batches * epochs:
+    if length > steps and type(scheduler) in _LENGTHS:
+        what = _what_it_counts(length, trainer)
+        if what is None:
             return
-        consequence, remedy = "that is the number of its micro-batches, of which an update takes several", ""
+        consequence = f"that is the number of its {what}"
+        remedy = ", and leave the event out of attach(trainer), which then steps it once an update" if by_epoch else ""
     elif length >= steps or (2 * length > steps and not isinstance(scheduler, OneCycleLR)):
         return
     total = "max_iters= of trainer.run" if trainer.replicas.are_elastic else "trainer.total_updates(loader, max_epochs=...)"
@@ -236,6 +237,16 @@ def _compare_length(scheduler: LRScheduler, steps: int | None, trainer: Trainer,
         raise ValueError(told + remedy)
     if collectives.is_main_rank():
         _logger.warning(told + remedy)
+
+
+def _what_it_counts(length: int, trainer: Trainer) -> str | None:
+    """What a run has as many of as a schedule has steps, which is stepped less often."""
+    if length == trainer.expected_updates:
+        return "updates"
+    micro_batches, epochs = length_of(trainer.state.dataloader), trainer.state.max_epochs
+    is_theirs = micro_batches is not None and epochs is not None and length == micro_batches * epochs
+    is_alone = trainer.config.get("accumulation_steps", 1) == 1
+    return "micro-batches, of which an update takes several" if is_theirs and not is_alone else None
 
 
 def _length(scheduler: LRScheduler, steps: int, max_epochs: int | None) -> tuple[str, Any, str]:
@@ -251,6 +262,9 @@ def _length(scheduler: LRScheduler, steps: int, max_epochs: int | None) -> tuple
         part = gamma ** (steps // size) if 0 < gamma < 1 and steps > 0 else 1.0  # a rise may overflow
         is_usual = part >= _ALMOST_NOTHING or steps <= (max_epochs or 0)
         return name, None if is_usual else vars(scheduler)[name], f"its learning rate will fall to {part:.0e} of the first one"
+    if type(scheduler) is LinearLR:  # most often a warm-up, which ends early
+        falls_to_0 = scheduler.end_factor == 0
+        return "total_iters", scheduler.total_iters if falls_to_0 else None, "its learning rate will stay at 0"
     name, consequence = _LENGTHS.get(type(scheduler), ("", ""))
     return name, vars(scheduler).get(name), consequence
 

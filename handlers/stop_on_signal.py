@@ -135,11 +135,16 @@ class StopOnSignal(Handler):
                 watch.end()
 
     def _restore(self) -> None:
-        """Puts the earlier handlers back, in this process or in a fork of it."""
+        """Puts the earlier handlers back, in this process or in a fork of it. What listens since then does so in its place."""
+        since = _listening[_listening.index(self) + 1 :] if self in _listening else []
         for number, previous in self._previous.items():
-            if signal.getsignal(number) is _receive:  # else something has taken it over during the run
+            if (other := next((one for one in since if number in one._previous), None)) is not None:
+                other._previous[number] = previous
+            elif signal.getsignal(number) is _receive:  # else something has taken it over during the run
                 signal.signal(number, previous)
-        if self._watch is not None:
+        if since and self._watch is not None and since[0]._watch is not None:
+            since[0]._watch.previous_fd = self._watch.previous_fd
+        elif self._watch is not None:
             signal.set_wakeup_fd(self._watch.previous_fd)
         if self in _listening:
             _listening.remove(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Mapping
@@ -149,7 +150,7 @@ def create_trainer(
     _check_model(model)
     optimizers, state = _checked_optimizers(model, optimizer, options), TrainState()
     scaling, device = _loss_scaling(loss_scaling, precision), next(model.parameters()).device
-    check_transform(output_transform)
+    check_transform(output_transform, 1)
     limit, limits = _norm_limits(max_grad_norm, optimizers)
     options = _checked_combinations(options, limits, seed, model, scaling, compiled=compile is not False)
     bound = bind_forward(forward, lambda: state)
@@ -249,10 +250,21 @@ def _warn_of_eval_mode(trainer: Trainer, module: nn.Module) -> None:
     handle = trainer.append_event_handler(Events.ITERATION_STARTED, look)
 
 
-def check_transform(transform: Any) -> None:
-    """Raises a TypeError unless the argument `output_transform` is a function or None."""
-    if transform is not None and not callable(transform):
+def check_transform(transform: Any, arguments: int) -> None:
+    """Raises a TypeError unless `output_transform` is None or a function that can be called with so many arguments."""
+    if transform is None:
+        return
+    if not callable(transform):
         raise TypeError(f"output_transform must be a function, or None, got {describe(transform)}")
+    try:
+        signature = inspect.signature(transform)
+    except ValueError:  # some functions that are not written in Python have none
+        return
+    try:
+        signature.bind(*(None,) * arguments)
+    except TypeError:
+        call = "output_transform(update_output)" if arguments == 1 else "output_transform(x, y, y_pred, loss)"
+        raise TypeError(f"output_transform must be callable as {call}, got one with the parameters {signature!s:.80}") from None
 
 
 def _checked_options(options: Any, compiled: Compile) -> UpdateOptions:

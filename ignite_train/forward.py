@@ -205,7 +205,7 @@ def as_forward_output(returned: Any, term_totals: TermTotals = OF_THIS_MICRO_BAT
     if is_number and not 0 <= sample_size < math.inf:
         raise ForwardContractError(f"sample_size must be finite and at least 0, forward returned {sample_size!r}")
     if type(logs) is not dict and not isinstance(logs, Mapping):
-        raise ForwardContractError(f"logs must be a mapping of names to numbers, forward returned {_describe(logs)}")
+        raise ForwardContractError(f"logs must be a mapping of names to numbers or left out, forward returned {describe(logs)}")
     return _with_checked_logs(output) if logs else output
 
 

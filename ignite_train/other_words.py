@@ -37,7 +37,9 @@ OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
             "steps max_steps num_steps iterations num_iterations max_updates max_iters"
         ),
         "trainer.run(loader)": "train_loader train_dataloader train_dataloaders dataloader loader data train_dataset dataset",
-        "resume='auto', which is the default, 'must' or a path": "ckpt_path checkpoint resume_from resume_from_checkpoint",
+        "trainer.run(loader, resume='must'), or with a path, or 'auto', which is the default": (
+            "resume ckpt_path checkpoint resume_from resume_from_checkpoint"
+        ),
         "precision='bf16' or precision='fp16'": "amp amp_mode use_amp fp16 bf16 mixed_precision autocast dtype amp_dtype",
         "loss_scaling=TorchLossScaling(), which precision='fp16' has by itself": "scaler grad_scaler use_scaler loss_scale",
         "max_grad_norm=1.0": "grad_clip clip_grad clip_grad_norm gradient_clip_val gradient_clipping max_norm clip_norm clip",

@@ -115,7 +115,7 @@ def create_supervised_trainer(
         >>> state.iteration, state.output == state.update_output.loss  # the mean loss of the latest update
         (2, True)
     """
-    check_transform(output_transform)
+    check_transform(output_transform, 4)
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic must be True or False, got {describe(deterministic)}")
     precision, loss_scaling = _of_ignite(amp_mode, scaler, precision, loss_scaling)

@@ -84,7 +84,10 @@ class Progress:
         if self.session_open or self.updating:
             raise RuntimeError("run or session was called inside a session or an update of the same trainer; leave it first")
         if self.running:
-            raise RuntimeError("run was called inside a handler of the same run; call terminate() there, or use another engine")
+            raise RuntimeError(
+                "run was called while a run of the same engine is under way, in one of its handlers or in another thread; call "
+                "terminate() in the handler, or use another engine"
+            )
 
     def done_before(self, state: TrainState) -> float | None:
         """The fraction of the run that was done before the running iteration, or the latest; in [0, 1).

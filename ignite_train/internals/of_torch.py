@@ -186,6 +186,17 @@ step_pre_hooks_of: Callable[[Optimizer], dict[int, Any]] = attrgetter("_optimize
 step_post_hooks_of: Callable[[Optimizer], dict[int, Any]] = attrgetter("_optimizer_step_post_hooks")
 step_pre_hooks_of_all: dict[int, Any] = _global_optimizer_pre_hooks
 step_post_hooks_of_all: dict[int, Any] = _global_optimizer_post_hooks
+
+
+def give_hooks(optimizer: Optimizer) -> None:
+    """Gives a wrapper that has not called torch's `__init__` the hooks that it lacks, as torch does for an old pickle."""
+    try:
+        step_pre_hooks_of(optimizer)
+    except AttributeError:
+        vars(optimizer).setdefault("defaults", {})
+        Optimizer.__setstate__(optimizer, {})
+
+
 # What torch wraps the steps of its optimizers in, to switch gradients off.
 grad_mode_wrapper: Callable[[Callable[..., Any]], Callable[..., Any]] = _use_grad_for_differentiable
 # Whether a profiler of this thread is running, for which ranges are worth their time.

@@ -47,7 +47,7 @@ class ScoreHandler(Handler):
 
     _trainer: Trainer
 
-    def __init__(self, evaluator: Engine, score: str, mode: Literal["min", "max"] | None) -> None:
+    def __init__(self, evaluator: Engine, score: str, mode: Literal["min", "max"] | None = None) -> None:
         check_evaluator(evaluator)
         self.evaluator, self.score = evaluator, score
         self.mode = score_mode(score, mode, of=type(self).__name__)

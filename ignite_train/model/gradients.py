@@ -236,7 +236,8 @@ class Gradients:
         """
         if self._mean_factor is None:
             raise GradientAccessError(
-                "gradients are whole in GRADIENTS_READY only; call gradients() in a handler of TrainEvents.GRADIENTS_READY"
+                "gradients are whole in GRADIENTS_READY only; call gradients() in a handler of TrainEvents.GRADIENTS_READY; it "
+                "gives copies: to change a gradient, change .grad of its parameter in a handler of GRADIENTS_REDUCED"
             )
         return self._mean_factor
 

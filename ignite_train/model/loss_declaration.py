@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from ignite_train.forward import BoundForward, ForwardOutput, as_forward_output, is_declared, refuse_fraction
 from ignite_train.internals.of_torch import COLLECTIVE_NAMESPACES, DispatchMode, pytree, schema_of, storage_number
@@ -26,6 +28,9 @@ from ignite_train.state import Carried
 
 __all__ = ["FirstLook", "LossDeclarationWarning", "check_declaration"]
 
+# A trial changes what warnings and the compiler do in the whole process. Its thread may take it again where Ctrl-C left it.
+_ONE_AT_A_TIME = threading.RLock()
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _FEW = 6  # from this many samples on a half has three: with two the logarithm of their number doubles, as a sum does
 
 
@@ -45,7 +50,7 @@ def check_declaration(
 
     It leaves no trace: what forward changes is put back, and a forward that refers to something which could not be put
     back, such as an iterator, is not run. Where it would write into a tensor that is not its own, or begin a collective, it is
-    broken off before. Nothing is said then.
+    broken off before. Nothing is said then, nor while another thread makes such a trial.
 
     Args:
         model: without a wrapper.
@@ -59,18 +64,19 @@ def check_declaration(
     # What would write into a parameter or a buffer is broken off.
     state = ForwardState(model, carried, forward, watches_tensors=False)
     mark = state.mark(micro_batch)
-    if not state.is_complete or any(map(_may_communicate, state.modules)):
+    if not state.is_complete or any(map(_may_communicate, state.modules)) or not _ONE_AT_A_TIME.acquire(blocking=False):
         return []
     try:
         with suppress(Exception), _apart(state.modules), precision.autocast():
             return _findings(_Probe(lambda part: as_forward_output(forward(model, part)), parts))
     finally:
+        _ONE_AT_A_TIME.release()
         state.put_back(mark)  # puts the modes back too
     return []
 
 
 class FirstLook:
-    """Looks for mistakes in what a `forward` declares and returns, when it runs first.
+    """Looks for mistakes in what a `forward` declares, does and returns, when it runs first.
 
     Attributes:
         is_over: whether nothing is left to look at, so that `forward` can be called by itself.
@@ -103,23 +109,26 @@ class FirstLook:
         if not self._is_checked:
             self._is_checked = True
             messages = check_declaration(module, forward, micro_batch, carried=carried, precision=precision)
+        was_training = module.training
         returned = forward(model, micro_batch)
         self.is_over = _size_is_known(returned)
         for message in messages:
-            _warn(message, inspect.unwrap(forward))
+            _warn(message, inspect.unwrap(forward), LossDeclarationWarning)
+        if module.training != was_training:
+            _warn(_other_mode(is_training=was_training), inspect.unwrap(forward), UserWarning)
         return returned
 
 
-def _warn(message: str, forward: Any) -> None:
+def _warn(message: str, forward: Any, category: type[Warning]) -> None:
     """Warns at the line of the user's function."""
     while isinstance(forward, partial):
         forward = forward.func
     function = forward.__func__ if isinstance(forward, MethodType) else forward
     if isinstance(function, FunctionType):
         code = function.__code__
-        warnings.warn_explicit(message, LossDeclarationWarning, code.co_filename, code.co_firstlineno)
+        warnings.warn_explicit(message, category, code.co_filename, code.co_firstlineno)
     else:
-        warnings.warn(message, LossDeclarationWarning, stacklevel=3)
+        warnings.warn(message, category, stacklevel=3)
 
 
 def _size_is_known(returned: Any) -> bool:
@@ -221,7 +230,7 @@ def _is_of_fields(probe: _Probe, part: dict[str, float], doubled: dict[str, floa
 def _means(probe: _Probe, names: Sequence[str], part: dict[str, float]) -> list[str]:
     """Selects the `names` of means: their values do not grow with the samples, and are not alike in all parts.
 
-    What is alike in all of them is a constant, or cannot be told from one.
+    What is alike in all of them is a constant. One with a fraction, such as a temperature, counts as a mean in logs.
 
     Args:
         probe: has run forward on the first part.
@@ -244,7 +253,7 @@ def _means(probe: _Probe, names: Sequence[str], part: dict[str, float]) -> list[
             # Both parts together have a mean that lies between; the matches within a batch, say, grow instead.
             (both,) = probe.numbers([0, number]) if found else ({},)
             means += [name for name in found if probe.is_between(part[name], one[name], both[name])]
-    return means
+    return means + [name for name in unknown if name != "loss" and part[name] % 1 > 0]
 
 
 def _is_mean_of_columns(probe: _Probe, loss: float) -> bool:
@@ -281,6 +290,14 @@ def _multiplied_sum(size: float) -> str:
         f"the loss looks like a sum that was multiplied by sample_size={size:g}; if it is one, loss and gradient are {size:g} "
         "times too large; the loss_fn of create_supervised_trainer must return the mean, or be a loss module of torch with "
         'reduction="sum"'
+    )
+
+
+def _other_mode(*, is_training: bool) -> str:
+    now, call = ("eval", "model.eval()") if is_training else ("training", "model.train()")
+    return (
+        f"forward has put the model into {now} mode, in which dropout and BatchNorm do something else; trainer and evaluator "
+        f"set the mode, so leave {call} out of forward"
     )
 
 
@@ -393,6 +410,24 @@ class _Apart(DispatchMode):
         return {storage_number(leaf.untyped_storage()) for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)}
 
 
+class _NoAssignment(TorchFunctionMode):
+    """Breaks off at `tensor.data = ...`, which torch does not dispatch.
+
+    Args:
+        mode: is over when this one is.
+    """
+
+    def __init__(self, mode: _Apart) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's
+        """Called by torch for each of its functions."""
+        if func == _SET_DATA and not self._mode.is_over:
+            raise _BrokenOffError
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def _apart(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Puts modules into eval mode, and within it nothing is compiled or warned of, and nothing leaves a trace."""
@@ -406,6 +441,7 @@ def _apart(modules: Sequence[nn.Module]) -> Iterator[None]:
             torch.no_grad(),
             warnings.catch_warnings(action="ignore"),
             mode,
+            _NoAssignment(mode),
         ):
             yield
     finally:

@@ -13,7 +13,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import describe
-from ignite_train.internals.of_torch import COUNTS_STEPS
+from ignite_train.internals.of_torch import COUNTS_STEPS, give_hooks
 
 __all__ = [
     "OneOrSeveralOptimizers",
@@ -204,6 +204,7 @@ def check_optimizers(model: nn.Module, optimizer: Optimizer | Optimizers, *, clo
                 f"{label} must not be LBFGS without a closure, which it evaluates several times a step; pass "
                 "options=UpdateOptions(closure=True)"
             )
+        give_hooks(one)
         _check_optimizer(label, one, names)
         for parameter in (parameter for group in one.param_groups for parameter in group["params"]):
             if (owner := owners.get(id(parameter))) is not None:  # torch itself only warns of one that is twice in a group

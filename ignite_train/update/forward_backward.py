@@ -174,7 +174,10 @@ class ForwardBackward:
             if torch.is_inference_mode_enabled():
                 remedy = "torch.inference_mode() is on, in which none is made; make the model and call the run outside of it"
             elif not torch.is_grad_enabled():
-                remedy = "gradients are switched off in this thread, so call torch.set_grad_enabled(True) before the run"
+                remedy = (
+                    "gradients are switched off in this thread, so call torch.set_grad_enabled(True) before the run, and write "
+                    "`with torch.no_grad():` where a handler switches them off"
+                )
             elif not any(one.requires_grad for one in self.module.parameters()):
                 remedy = "no parameter of the model requires a gradient any more; thaw those that are to train"
             raise ForwardContractError(f"the loss that forward returned has no graph; {remedy}")

@@ -287,3 +287,17 @@ def test_all_ranks_continue_alike(tmp_path: Path) -> None:
     assert [made for made, _, _ in both] == [[*range(1, 13), 7, 8, 9, 10, 11, 12]] * 2
     assert [end for _, _, end in both] == [by_hand([(A, 3, 1.0)])] * 2
     assert [len(lines) for _, lines, _ in both] == [1, 0]
+
+
+def test_a_checkpoint_is_no_directory_of_a_run(tmp_path: Path) -> None:
+    """The run saved inside of it, began there again at each start, and removed it with all that lay in it."""
+    trainer, _ = build(tmp_path / "run", keep=99)
+    trainer.run(A, max_epochs=1)
+    inside = latest(tmp_path / "run")
+    before = sorted(inside.iterdir())
+    with pytest.raises(CheckpointError, match=r"must be that of a run, got the checkpoint .*/update-.*; write Checkpoint"):
+        build(inside)[0].run(A, max_epochs=2)
+    assert sorted(inside.iterdir()) == before
+    trainer, updates = build(tmp_path / "other")
+    trainer.run(A, max_epochs=2, resume=inside)  # which the line says
+    assert updates == [5, 6, 7, 8]

@@ -304,3 +304,21 @@ def test_an_optimizer_that_is_stepped_itself_is_saved_once(tmp_path: Path) -> No
     trainer.run(LOADER, max_iters=2)
     with CheckpointReader(max(tmp_path.glob("update-*"))) as stored:
         assert [name for name in stored.names() if name.startswith("optimizers/")] == ["optimizers/0", "optimizers/1"]
+
+
+class Bare(Optimizer):
+    """Does not call torch's `__init__`, as torch's own PostLocalSGDOptimizer and the Lookahead of some libraries."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+
+    def step(self) -> None:  # type: ignore[override]
+        self.optimizer.step()
+
+
+def test_a_wrapper_that_does_not_call_torchs_init_trains_and_resumes(tmp_path: Path) -> None:
+    """It ended with an AttributeError of torch in the first update."""
+    whole = train(tmp_path / "plain", [7], partial(torch.optim.SGD, lr=0.05, momentum=0.9), several=False)
+    assert train(tmp_path / "bare", [7], Bare, several=False) == whole
+    assert train(tmp_path / "parts", [3, 7], Bare, several=False) == whole

@@ -27,6 +27,7 @@ SECONDS_PER_TEST = 120
 LACKING = (
     "test_channels_last",  # convolutions
     "model-data-parallel",  # a `.to` that keeps parameters
+    "test_a_wrapper_is_no_block",  # the same, for tied ones
     "test_sparse_gradients",
     "test_evaluations_predictions_and_metrics",  # nonzero
     "test_a_search_for_a_learning_rate",  # fused Adam with a tensor as rate

@@ -335,6 +335,14 @@ def test_settings_of_update_options(case):
     Case("mapping", {"options": {"uneven": "all"}}, TypeError, "options", "UpdateOptions(...)", "'uneven'"),
     Case("class", {"options": UpdateOptions}, TypeError, "options", "UpdateOptions(...)", "class"),
     Case("transform", {"output_transform": 3}, TypeError, "output_transform", "a function", "3 of type int"),
+    Case(
+        "transform-of-two",
+        {"output_transform": lambda x, y: y},
+        TypeError,
+        "output_transform",
+        "callable as output_transform(",
+        "(x, y)",
+    ),
     Case("misplaced", {"on_nonfinite": "skip"}, TypeError, "on_nonfinite", "options=UpdateOptions(on_nonfinite=...)"),
     Case("unknown", {"on_nonfinit": "skip"}, TypeError, "on_nonfinit"),
 )

@@ -132,11 +132,13 @@ PLACES: dict[str, tuple[Make, tuple[Any, ...]]] = {
 
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
-    """Switches gradients on, which a failing test leaves off, and takes off the dispatch mode that an interrupt leaves."""
+    """Switches gradients on, which a failing test leaves off, and takes off the modes that an interrupt leaves."""
     yield
     torch.set_grad_enabled(True)
     while torch._C._len_torch_dispatch_stack():
         _python_dispatch._pop_mode()  # in which operations on lists would not be counted as versions
+    while torch._C._len_torch_function_stack():
+        torch._C._pop_torch_function_stack()
 
 
 @accelerated

@@ -824,7 +824,7 @@ ARGUMENTS = {
 }
 RUN_ARGUMENTS = {
     "val_loader": VALIDATE,
-    "ckpt_path": "write resume='auto', which is the default, 'must' or a path",
+    "ckpt_path": "write trainer.run(loader, resume='must'), or with a path, or 'auto', which is the default",
     "num_epochs": "write trainer.run(loader, max_epochs=3)",
 }
 IMPORTS = {

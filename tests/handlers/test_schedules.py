@@ -51,6 +51,7 @@ IN_EPOCHS: dict[str, tuple[Make, str]] = {
     "cosine": (lambda o: CosineAnnealingLR(o, T_max=EPOCHS), "CosineAnnealingLR has T_max=10 and will be stepped 80 times"),
     "milestones": (lambda o: MultiStepLR(o, [3, 6]), "MultiStepLR has milestones=6 and will be stepped 80 times"),
     "polynomial": (lambda o: PolynomialLR(o, total_iters=EPOCHS), "PolynomialLR has total_iters=10 and"),
+    "linear to 0": (lambda o: LinearLR(o, 1.0, 0.0, total_iters=EPOCHS), "LinearLR has total_iters=10 and"),
     "warm-up": (lambda o: WarmUpSchedule(o, "cosine", total=EPOCHS), "WarmUpSchedule has total=10 and"),
     "last of a sequence": (
         lambda o: SequentialLR(o, [LinearLR(o, total_iters=2), CosineAnnealingLR(o, T_max=EPOCHS)], [2]),
@@ -137,6 +138,26 @@ def test_a_length_in_micro_batches_is_noticed(
         found = [line for line in lines(caplog) if "the number of its micro-batches, of which an update takes several" in line]
         assert len(found) == expected
         assert all("trainer.total_updates(loader, max_epochs=...)" in line for line in found)
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_a_length_in_updates_beside_steps_once_an_epoch_is_noticed(
+    accumulation_steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a schedule ended in its warm-up. A longer one may be meant."""
+    updates = -(-8 // accumulation_steps) * EPOCHS
+    for length, what in ((updates, "updates"), (MICRO_BATCHES, "micro-batches"), (MICRO_BATCHES + 5, None), (EPOCHS, None)):
+        caplog.clear()
+        model = cuts.linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainer = create_trainer(model, optimizer, cuts.forward, accumulation_steps=accumulation_steps)
+        LearningRateSchedule(OneCycleLR(optimizer, 0.1, total_steps=length)).attach(trainer, Events.EPOCH_COMPLETED)
+        trainer.run(DATA, max_epochs=EPOCHS)
+        found = [line for line in lines(caplog) if "the number of its" in line]
+        assert len(found) == (what is not None)
+        if what is not None and accumulation_steps > 1:
+            assert f"that is the number of its {what}" in found[0]
+        assert all("leave the event out of attach(trainer)" in line for line in found)
 
 
 @pytest.mark.parametrize(

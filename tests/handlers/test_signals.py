@@ -460,3 +460,21 @@ def test_a_handler_that_calls_the_one_before_ends_the_run(caplog: pytest.LogCapt
         signal.signal(signal.SIGUSR1, before)
     assert (trainer.state.iteration < 9, stop.received) == (True, signal.SIGUSR1)
     assert "SIGUSR1: the run ends after this update or the next" in caplog.text
+
+
+def test_sessions_that_end_in_the_order_in_which_they_began_listen_to_their_ends() -> None:
+    """The first to end put the script's handlers back under the other, which a signal then ended without a save."""
+    before, trainers = installed(), [make("auto"), make("auto"), make("auto")]
+    stops, sessions = [StopOnSignal(), StopOnSignal([signal.SIGUSR1]), StopOnSignal()], list[Any]()
+    for trainer, stop in zip(trainers, stops, strict=True):
+        stop.attach(trainer)
+        sessions.append(trainer.session())
+        sessions[-1].__enter__()
+    for ended, stop in enumerate(stops):
+        number = stop._requests[-1]
+        signal.raise_signal(number)
+        assert next(one.received for one in stops[ended:] if number in one._requests) is number
+        sessions[ended].__exit__(None, None, None)
+        for one in stops:
+            one.received = None
+    assert installed() == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from ignite_train import (
     create_supervised_trainer,
     create_trainer,
 )
+from ignite_train.model import loss_declaration
 from ranks import run_ranks
 
 SAMPLES, FEATURES, CLASSES, STEPS = 8, 6, 3, 4
@@ -435,8 +437,9 @@ LOGS: dict[str, tuple[Callable[[nn.Module, Batch], Any], bool]] = {
     "a sum": (lambda m, b: m(b["x"]).square().sum(), False),
     "a pair": (lambda m, b: (m(b["x"]).square().mean() * len(b["x"]), len(b["x"])), False),
     "the samples": (lambda _, b: len(b["x"]), False),
-    "a constant": (lambda *_: 0.1, False),
-    "a norm of weights": (lambda m, _: m.out.weight.norm(), False),
+    "a constant with a fraction": (lambda *_: 0.1, True),
+    "a norm of weights": (lambda m, _: m.out.weight.norm(), True),
+    "a whole constant": (lambda *_: 3.0, False),  # a count that does not depend on the samples, maybe
     "nothing": (lambda *_: 0, False),
 }
 
@@ -643,6 +646,82 @@ def test_the_logarithm_of_the_number_of_samples_is_no_sum(samples: int) -> None:
         return ENTROPY(features @ features.T, torch.arange(len(features)))
 
     assert told(contrastive, batch(samples)) == []
+
+
+def test_a_tensor_that_forward_gives_other_data_is_left_alone() -> None:
+    """As MoCo moves its key encoder in forward. The trial moved such tensors too, or was refused."""
+    held = torch.ones(3)
+
+    class Momentum(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.key = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(m: nn.Module, b: Batch) -> ForwardOutput:
+        m.key.data = m.key.data * 0.5
+        held.data = held.data * 0.5
+        return ForwardOutput(per_sample(m, b).sum(), len(b["x"]))
+
+    model = Momentum()
+    create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-6), forward).run([batch()] * 3)
+    assert model.key.tolist() == [0.125] * 2
+    assert held.tolist() == [0.125] * 3
+    create_evaluator(model, forward).run([batch()])
+    assert held.tolist() == [0.0625] * 3
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_forward_that_sets_the_mode_is_noticed(train: bool) -> None:
+    """A mode of training moved running statistics in an evaluation, and one of evaluation kept them in training."""
+    model = Net()
+
+    def forward(m: nn.Module, b: Batch) -> Tensor:
+        m.train(train)
+        return per_sample(m, b).mean()
+
+    def both(forward: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            create_trainer(model.train(), torch.optim.SGD(model.parameters(), lr=1e-6), forward).run([batch()] * 2)
+            create_evaluator(model, forward).run([batch()] * 2)
+        assert {(one.category, one.filename) for one in caught} <= {(UserWarning, __file__)}
+        return [str(one.message) for one in caught]
+
+    (line,) = both(forward)
+    now, call = ("training", "train") if train else ("eval", "eval")
+    assert line.startswith(f"forward has put the model into {now} mode")
+    assert f"leave model.{call}() out of forward" in line
+    assert both(lambda m, b: per_sample(m, b).mean()) == []
+
+
+def test_trials_in_two_threads_leave_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One ended while another went on, and put back what that had set: no warning was shown any more in the whole process."""
+    begun, first_is_over = threading.Event(), threading.Event()
+    trials: list[str] = []
+
+    def findings(_: Any) -> list[str]:
+        trials.append(threading.current_thread().name)
+        if len(trials) == 1:
+            other.start()
+            assert begun.wait(60)
+        else:
+            begun.set()
+            assert first_is_over.wait(60)
+        return []
+
+    def train() -> None:
+        model = Net()
+        create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-6), lambda m, b: per_sample(m, b).mean()).run([batch()])
+        begun.set()
+
+    monkeypatch.setattr(loss_declaration, "_findings", findings)
+    other, before = threading.Thread(target=train, name="other"), [*warnings.filters]
+    train()
+    first_is_over.set()
+    other.join(60)
+    assert not other.is_alive()
+    assert warnings.filters == before
+    assert trials == [threading.current_thread().name]
 
 
 def with_collectives() -> list[Any]:
