@@ -254,6 +254,8 @@ def main(**options: Any) -> None:
     processes = number_of_processes(settings.nproc)
     if settings.micro_batch % processes:
         raise typer.BadParameter(f"--micro-batch must be a multiple of {processes}, the processes; got {settings.micro_batch}")
+    if settings.width % 32:
+        raise typer.BadParameter(f"--width must be a multiple of 32, the width of a head; got {settings.width}")
     launch(train, processes, settings)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,9 +13,12 @@ from ignite_train.arguments import FLAG, check_fields, describe, real_number
 from ignite_train.events import Event
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.learning_rates import refuse_other_optimizer
+from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
 __all__ = ["MinLearningRate"]
+
+_logger = logging.getLogger(__name__)
 
 
 class MinLearningRate(Handler):
@@ -60,6 +64,11 @@ class MinLearningRate(Handler):
         """Checks the rates that the next update would use."""
         above = any(float(group["lr"]) > self.minimum for group in self.optimizer.param_groups)
         if self._was_above and not above:
+            if collectives.is_main_rank():
+                _logger.warning(
+                    f"update {trainer.state.iteration}: MinLearningRate ends the run: no rate is above "
+                    f"minimum={self.minimum:g}; to continue, give it a lower one"
+                )
             trainer.terminate(agreed=not trainer.replicas.are_elastic)  # each replica has a score of its own
         self._was_above = self._was_above or above
 

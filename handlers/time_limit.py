@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -15,6 +16,8 @@ from ignite_train.kinds_of_handlers import Handler
 from ignite_train.trainer import Trainer
 
 __all__ = ["TimeLimit"]
+
+_logger = logging.getLogger(__name__)
 
 
 class TimeLimit(Handler):
@@ -55,7 +58,11 @@ class TimeLimit(Handler):
 
     def __call__(self, trainer: Trainer) -> None:
         """Ends the run if the time is over."""
-        if self.elapsed_seconds >= self.seconds:
+        if (elapsed := self.elapsed_seconds) >= self.seconds:
+            _logger.warning(
+                f"update {trainer.state.iteration}: TimeLimit ends the run: it has taken {elapsed:.0f} s, earlier starts "
+                f"included, of seconds={self.seconds:g}; to continue, give it more"
+            )
             trainer.terminate()
 
     def state_dict(self) -> dict[str, Any]:

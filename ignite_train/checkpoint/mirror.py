@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -294,8 +295,9 @@ def _opened(url: Any) -> tuple[Any, str]:
     if not isinstance(url, str):
         raise TypeError(f"mirror must be a URL such as 's3://bucket/run', got {describe(url)}")
     protocol, found, _ = url.partition("://")
-    if not found:
-        raise ValueError(f"mirror must be a URL such as 's3://bucket/run', got {url!r}")
+    if not found or has_magic(url):  # by which a store would find the checkpoints of other runs too, and remove them
+        but = " without *, ? and [" if found else ""
+        raise ValueError(f"mirror must be a URL such as 's3://bucket/run'{but}, got {url!r}")
     options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
     try:
         from fsspec.core import url_to_fs

@@ -311,6 +311,8 @@ def _look(directory: CheckpointDirectory, *, tidies: bool) -> _Found:
     try:
         if root.stat().st_mode & stat.S_IWOTH:
             _logger.warning(f"every user of this machine can write to {root}, and so replace what is loaded; chmod o-w it")
+        if tidies:
+            _tidy(directory)
         if MANIFEST in directory.disk.names(root):
             if tidies:
                 raise ValueError(
@@ -318,8 +320,6 @@ def _look(directory: CheckpointDirectory, *, tidies: bool) -> _Found:
                     f"Checkpoint('{root.parent}'), or begin in another directory by trainer.run(loader, resume='{root}')"
                 )
             return _Found(root.parent, [root.name], [])
-        if tidies:
-            _tidy(directory)
         found, failed = directory.scan(afresh=True)
         set_aside = directory.set_aside_before()
     except OSError as error:

@@ -13,6 +13,7 @@ from ignite.engine import Events
 
 from ignite_train.arguments import describe_error
 from ignite_train.engine.dispatch import Dispatcher, call, entries
+from ignite_train.ranks import collectives
 from ignite_train.state import TrainState, UpdateOutput
 
 __all__ = ["Batches", "Loop", "Progress", "iterate_on_request"]
@@ -209,10 +210,11 @@ class Loop(Dispatcher):
         """
         state, progress = self.state, self.progress
         if progress.ended and self._has_nothing_to_do():
-            self.logger.warning(
-                f"nothing to do: epoch {state.epoch} and update {state.iteration} are done and the limit is "
-                f"max_epochs={state.max_epochs}, max_iters={state.max_iters}; raise it to continue"
-            )
+            if collectives.is_main_rank():
+                self.logger.warning(
+                    f"nothing to do: epoch {state.epoch} and update {state.iteration} are done and the limit is "
+                    f"max_epochs={state.max_epochs}, max_iters={state.max_iters}; raise it to continue"
+                )
             for function in self.on_idle:
                 function()
             return state

@@ -1023,6 +1023,12 @@ WORDS += [
         "dataset must be a dataset, got a DataLoader; write ResumableLoader(loader.dataset, batch_size, shuffle=True)",
     ),
     (
+        lambda: ResumableLoader({"text": ["a", "b"], "label": [0, 1]}, batch_size=4, shuffle=True),
+        TypeError,
+        "dataset must have its samples at 0, 1, ..., got a dict with the keys ['text', 'label']; for columns write "
+        "datasets.Dataset.from_dict(columns), or a list with a dict for each sample",
+    ),
+    (
         lambda: make(summed)[2].run((LOADER, LOADER)),
         TypeError,
         "data must be one loader of micro-batches, got a tuple of 2 loaders; for training pass one of them, for evaluation "

@@ -443,8 +443,8 @@ def test_validation_names_an_unknown_score() -> None:
 # --- stopping ---
 
 
-def test_min_learning_rate() -> None:
-    """The run ends before the first update at or below the minimum; a warm-up from below does not count."""
+def test_min_learning_rate(caplog: pytest.LogCaptureFixture) -> None:
+    """The run ends before the first update at or below the minimum, with a line; a warm-up from below does not count."""
     trainer, _, optimizer = make()
     rates = [0.0, 0.5, 1.0, 0.5, 0.1, 0.01, 0.001]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rates[min(step, 6)])
@@ -457,6 +457,8 @@ def test_min_learning_rate() -> None:
     assert used == [0.05 * rate for rate in rates[:5]]
     trainer.run(DATA, max_epochs=10)
     assert len(used) == 5  # running a finished job adds nothing
+    lines = [record.message for record in caplog.records if "MinLearningRate ends the run" in record.message]
+    assert [line.partition(":")[0] for line in lines] == ["update 5"] * 2
 
 
 def rates_that_are_used() -> list[float]:
@@ -498,7 +500,7 @@ def test_min_learning_rate_over_a_resume(tmp_path: Path, broken_off_after: int) 
     assert used(12) == [0.05 * rate for rate in rates[broken_off_after:5]]
 
 
-def test_time_limit() -> None:
+def test_time_limit(caplog: pytest.LogCaptureFixture) -> None:
     """No update begins after the limit; the time of earlier runs counts; a job that is out of time adds nothing."""
     trainer, _, _ = make()
     limit = TimeLimit(seconds=1000)
@@ -522,6 +524,7 @@ def test_time_limit() -> None:
     over.add_event_handler(Events.COMPLETED, lambda: completed.append(over.state.iteration))
     over.run(DATA, max_epochs=1)
     assert completed == [0]
+    assert "update 0: TimeLimit ends the run: it has taken 1000 s, earlier starts included, of seconds=1000" in caplog.text
 
 
 def test_time_between_two_runs_is_not_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
