@@ -240,7 +240,7 @@ def _compare_length(scheduler: LRScheduler, steps: int | None, trainer: Trainer,
 
 
 def _what_it_counts(length: int, trainer: Trainer) -> str | None:
-    """What a run has as many of as a schedule has steps, which is stepped less often."""
+    """Says whether the steps of a schedule, which is stepped less often, are the updates or the micro-batches of the run."""
     if length == trainer.expected_updates:
         return "updates"
     micro_batches, epochs = length_of(trainer.state.dataloader), trainer.state.max_epochs

@@ -484,7 +484,7 @@ def _clock(seconds: float) -> str:
 
 
 def _handlers(trainer: Trainer) -> list[Attachable]:
-    """Those of the run: its `Checkpoint`, others that have a state, and the rest."""
+    """The handlers of a run: its `Checkpoint`, others that have a state, and the rest."""
     found = (trainer.checkpoint, *stateful_handlers(trainer).values(), *attachables(trainer))
     return [*{id(one): one for one in found if isinstance(one, Attachable)}.values()]
 

@@ -647,7 +647,7 @@ def test_a_link_in_place_of_a_checkpoint_is_refused(honest, tmp_path):
 
 
 def test_a_checkpoint_of_links_is_not_called_damaged(honest, tmp_path):
-    """As a cache of a hub or a data store has it. Nothing is renamed, and the line says how to make it readable."""
+    """A hub's cache and data stores have such. Nothing is renamed, and the line says how to make it readable."""
     copy = tmp_path / honest.name
     copy.mkdir()
     for file in honest.iterdir():

@@ -649,7 +649,7 @@ def test_the_logarithm_of_the_number_of_samples_is_no_sum(samples: int) -> None:
 
 
 def test_a_tensor_that_forward_gives_other_data_is_left_alone() -> None:
-    """As MoCo moves its key encoder in forward. The trial moved such tensors too, or was refused."""
+    """MoCo moves its key encoder so in forward. The trial moved such tensors too, or was refused."""
     held = torch.ones(3)
 
     class Momentum(Net):
@@ -672,7 +672,7 @@ def test_a_tensor_that_forward_gives_other_data_is_left_alone() -> None:
 
 @pytest.mark.parametrize("train", [True, False])
 def test_a_forward_that_sets_the_mode_is_noticed(train: bool) -> None:
-    """A mode of training moved running statistics in an evaluation, and one of evaluation kept them in training."""
+    """The mode of training moved running statistics in an evaluation, and eval mode kept them in training."""
     model = Net()
 
     def forward(m: nn.Module, b: Batch) -> Tensor:
@@ -695,7 +695,7 @@ def test_a_forward_that_sets_the_mode_is_noticed(train: bool) -> None:
 
 
 def test_trials_in_two_threads_leave_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One ended while another went on, and put back what that had set: no warning was shown any more in the whole process."""
+    """One ended while another continued, and put back what that had set: no warning was shown any more in the whole process."""
     begun, first_is_over = threading.Event(), threading.Event()
     trials: list[str] = []
 
