@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ignite.engine import Engine, Events
 
 from ignite_train.arguments import describe, did_you_mean, directory_of, one_of, positive_int
-from ignite_train.engine.dispatch import attached
+from ignite_train.engine.dispatch import attachables
 from ignite_train.events import every as every_nth
 from ignite_train.other_words import answers_other_words
 from ignite_train.ranks import collectives
@@ -118,10 +118,13 @@ def attach_defaults(
             raise ValueError(f"leave_out must have names among {', '.join(made)}, got {name!r}{did_you_mean(name, made)}")
     if log_level is not None:
         _set_log_level(one_of("log_level", log_level, _LEVELS), on_all_ranks=log_on_all_ranks)
-    if "training_metrics" not in leave_out and any(isinstance(handler, TrainingMetrics) for _, handler, _ in attached(trainer)):
+    kinds = {"training_metrics": TrainingMetrics, "progress": ProgressLog}
+    own = {type(one) for one in attachables(trainer)}
+    there = tuple(name for name, kind in kinds.items() if kind in own and name not in leave_out)
+    if "training_metrics" in there:
         raise ValueError(
             "trainer must have TrainingMetrics once, got those of attach_defaults beside others; call attach_defaults once, or "
-            "pass leave_out=('training_metrics',)"
+            f"pass leave_out={(*leave_out, *there)!r}"
         )
     chosen = {name: make() for name, make in made.items() if name not in leave_out}
     for handler in chosen.values():
