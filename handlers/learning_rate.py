@@ -222,7 +222,7 @@ def _compare_length(scheduler: LRScheduler, steps: int | None, trainer: Trainer,
         return
     kind, remedy = type(scheduler).__name__, ", or step it once an epoch, by attach(trainer, Events.EPOCH_COMPLETED)"
     if length > steps and type(scheduler) in _LENGTHS:
-        what = _what_it_counts(length, trainer)
+        what = _what_it_counts(length, trainer, by_epoch=by_epoch)
         if what is None:
             return
         consequence = f"that is the number of its {what}"
@@ -239,9 +239,9 @@ def _compare_length(scheduler: LRScheduler, steps: int | None, trainer: Trainer,
         _logger.warning(told + remedy)
 
 
-def _what_it_counts(length: int, trainer: Trainer) -> str | None:
+def _what_it_counts(length: int, trainer: Trainer, *, by_epoch: bool) -> str | None:
     """Says whether the steps of a schedule, which is stepped less often, are the updates or the micro-batches of the run."""
-    if length == trainer.expected_updates:
+    if by_epoch and length == trainer.expected_updates:
         return "updates"
     micro_batches, epochs = length_of(trainer.state.dataloader), trainer.state.max_epochs
     is_theirs = micro_batches is not None and epochs is not None and length == micro_batches * epochs

@@ -21,7 +21,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ignite_train.arguments import describe, one_of
 from ignite_train.engine.attachable import Attachable, scores_of
-from ignite_train.engine.dispatch import attachables, stateful_handlers
+from ignite_train.engine.dispatch import stateful_handlers
 from ignite_train.engine.loop import Loop
 from ignite_train.events import Event
 from ignite_train.kinds_of_handlers import EVERY_50, Handler
@@ -484,9 +484,9 @@ def _clock(seconds: float) -> str:
 
 
 def _handlers(trainer: Trainer) -> list[Attachable]:
-    """The handlers of a run: its `Checkpoint`, others that have a state, and the rest."""
-    found = (trainer.checkpoint, *stateful_handlers(trainer).values(), *attachables(trainer))
-    return [*{id(one): one for one in found if isinstance(one, Attachable)}.values()]
+    """The `Checkpoint` of the run, and its other handlers that have a state."""
+    found: list[object] = [trainer.checkpoint, *stateful_handlers(trainer).values()]
+    return [one for one in found if isinstance(one, Attachable)]
 
 
 def _table(trainer: Trainer) -> Iterator[tuple[str, str]]:

@@ -139,7 +139,8 @@ class StopOnSignal(Handler):
         since = _listening[_listening.index(self) + 1 :] if self in _listening else []
         for number, previous in self._previous.items():
             if (other := next((one for one in since if number in one._previous), None)) is not None:
-                other._previous[number] = previous
+                if other._previous[number] is _receive:  # else the script has installed another meanwhile, which stays
+                    other._previous[number] = previous
             elif signal.getsignal(number) is _receive:  # else something has taken it over during the run
                 signal.signal(number, previous)
         if since and self._watch is not None and since[0]._watch is not None:

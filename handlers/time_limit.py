@@ -42,6 +42,7 @@ class TimeLimit(Handler):
         self.seconds = real_number("seconds", seconds, above=0)
         self._before = 0.0
         self._started: float | None = None
+        self._has_said = False
         self._running: set[int] = set()  # trainers: one may run in the session of another
 
     @property
@@ -58,12 +59,15 @@ class TimeLimit(Handler):
 
     def __call__(self, trainer: Trainer) -> None:
         """Ends the run if the time is over."""
-        if (elapsed := self.elapsed_seconds) >= self.seconds:
+        if (elapsed := self.elapsed_seconds) < self.seconds:
+            return
+        if not self._has_said:
+            self._has_said = True
             _logger.warning(
                 f"update {trainer.state.iteration}: TimeLimit ends the run: it has taken {elapsed:.0f} s, earlier starts "
                 f"included, of seconds={self.seconds:g}; to continue, give it more"
             )
-            trainer.terminate()
+        trainer.terminate()
 
     def state_dict(self) -> dict[str, Any]:
         """The seconds taken so far."""
@@ -80,7 +84,7 @@ class TimeLimit(Handler):
         self._started = None if self._started is None else time.monotonic()
 
     def _start(self, trainer: Trainer) -> None:
-        self._before, self._started = self.elapsed_seconds, time.monotonic()
+        self._before, self._started, self._has_said = self.elapsed_seconds, time.monotonic(), False
         self._running.add(id(trainer))
 
     def _stop(self, trainer: int) -> None:

@@ -257,8 +257,8 @@ def check_transform(transform: Any, arguments: int) -> None:
     if not callable(transform):
         raise TypeError(f"output_transform must be a function, or None, got {describe(transform)}")
     try:
-        signature = inspect.signature(transform)
-    except ValueError:  # some functions that are not written in Python have none
+        signature = inspect.signature(transform, follow_wrapped=False)
+    except (TypeError, ValueError):  # some functions that are not written in Python have none
         return
     try:
         signature.bind(*(None,) * arguments)

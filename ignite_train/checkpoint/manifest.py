@@ -55,7 +55,7 @@ _MAX_MANIFEST_BYTES = 16 * 2**20
 _MAX_MANIFEST_MARKS = MAX_MARKS // 4
 _MAX_REASON_LENGTH = 500
 _NO_FORMAT = 10_000  # from here on a format is not taken for that of a newer version
-_NOT_AS_WRITTEN = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
+_NOT_AS_WRITTEN = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO}
 _HEAD = re.compile(rb'\{"crc32":"([0-9a-f]{8})","manifest":')
 _FROZEN = re.compile(r"frozen-[0-9a-f]{16}\.safetensors")
 _CHECKPOINT = re.compile(r"update-\d{8,12}(\.\d{1,6})?")
@@ -243,8 +243,7 @@ def reading_error(checkpoint: Path, error: Exception) -> UnusableCheckpoint:
     if isinstance(error, UnusableCheckpoint):
         return error
     if isinstance(error, OSError) and error.errno not in _NOT_AS_WRITTEN:
-        remedy = ": it is a link; copy the checkpoint with its files, cp -rL" if error.errno == errno.ELOOP else ""
-        return UnreadableCheckpointError(str(checkpoint), one_line(error) + remedy)
+        return UnreadableCheckpointError(str(checkpoint), one_line(error))
     return DamagedCheckpointError(str(checkpoint), one_line(error))
 
 

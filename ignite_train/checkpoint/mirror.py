@@ -295,9 +295,8 @@ def _opened(url: Any) -> tuple[Any, str]:
     if not isinstance(url, str):
         raise TypeError(f"mirror must be a URL such as 's3://bucket/run', got {describe(url)}")
     protocol, found, _ = url.partition("://")
-    if not found or has_magic(url):  # by which a store would find the checkpoints of other runs too, and remove them
-        but = " without *, ? and [" if found else ""
-        raise ValueError(f"mirror must be a URL such as 's3://bucket/run'{but}, got {url!r}")
+    if not found:
+        raise ValueError(f"mirror must be a URL such as 's3://bucket/run', got {url!r}")
     options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
     try:
         from fsspec.core import url_to_fs
@@ -309,6 +308,8 @@ def _opened(url: Any) -> tuple[Any, str]:
         ) from error
     except Exception as error:
         raise ValueError(f"mirror must be a URL that fsspec opens, got {url!r}: {one_line(error)}") from error
+    if has_magic(root) and protocol not in ("file", "local"):  # a store would find the checkpoints of other runs by it too
+        raise ValueError(f"mirror must be a URL whose path is without *, ? and [, got the path {root!r}")
     return store, root.rstrip("/")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Any, Protocol, runtime_checkable
 
@@ -104,9 +104,9 @@ class ResumableLoader(DataLoader[Any]):
                 f"dataset must be a dataset, got a {type(dataset).__name__}; write ResumableLoader(loader.dataset, batch_size, "
                 "shuffle=True)"
             )
-        if isinstance(dataset, Mapping) and 0 not in dataset:
+        if type(dataset) is dict and 0 not in dataset:
             raise TypeError(
-                f"dataset must have its samples at 0, 1, ..., got a {type(dataset).__name__} with the keys {[*dataset]!r:.60}; "
+                f"dataset must have its samples at 0, 1, ..., got a dict with the keys {[*dataset]!r:.60}; "
                 "for columns write datasets.Dataset.from_dict(columns), or a list with a dict for each sample"
             )
         refused = sorted({"sampler", "batch_sampler", "generator", "worker_init_fn"} & options.keys())

@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader
 
-from ignite_train.data.description import length_of
 from ignite_train.ranks import collectives
 from ignite_train.state import TrainState
 
@@ -88,8 +87,6 @@ def _updates(number: int | None, state: TrainState) -> str:
 def _of_each(accumulation_steps: Any, data_ranks: int, data: Any) -> str:
     """The samples of an update: those of a micro-batch, times micro-batches, times ranks with samples of their own."""
     size = data.batch_size if isinstance(data, DataLoader) else None
-    if isinstance(accumulation_steps, int) and (number := length_of(data)):  # groups never span two epochs
-        accumulation_steps = min(accumulation_steps, number)
     on_ranks = f" × {data_ranks} ranks" if data_ranks > 1 else ""
     if size is None or not isinstance(accumulation_steps, int):
         return f"{accumulation_steps} micro-batch{'es' * (accumulation_steps != 1)}{on_ranks} each"

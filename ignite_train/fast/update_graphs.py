@@ -17,7 +17,6 @@ from ignite_train.fast.folded_step import LARGEST_DIVISOR, SMALLEST_DIVISOR
 from ignite_train.fast.graph_numbers import GraphNumbers
 from ignite_train.fast.graph_trial import GraphTrial
 from ignite_train.forward import Mean
-from ignite_train.internals.of_torch import COMPILED
 from ignite_train.metrics import is_published_metric
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import sharing_memory
@@ -307,8 +306,7 @@ class UpdateGraphs:
         for name in names:
             here: Any = self._model
             for part in name.split("."):
-                # What torch.compile has wrapped is, while torch compiles, the module inside.
-                here = here if part == COMPILED else getattr(here, part)
+                here = getattr(here, part)
             found.append(here)
         return found
 

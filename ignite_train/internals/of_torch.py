@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -122,8 +122,7 @@ COLLECTIVE_NAMESPACES = {"c10d", "c10d_functional", "_c10d_functional"}
 # Operations in these namespaces that send nothing: waiting for a functional collective, and wrapping its result.
 NO_COLLECTIVES = {"wait_tensor", "_wrap_tensor_autograd"}
 # What torch calls the module inside of one that is compiled, or whose activations are computed again.
-COMPILED = "_orig_mod"
-WRAPPED = (COMPILED, "_checkpoint_wrapped_module")
+WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 # Whether the backward of an embedding makes a sparse gradient, by the node that its forward has left in the graph.
 gives_sparse_gradients: Callable[[Any], bool] = attrgetter("_saved_sparse")
 # Has a function called when all gradients of the running backward are there. A public hook is for one tensor each.
@@ -194,7 +193,8 @@ def give_hooks(optimizer: Optimizer) -> None:
     try:
         step_pre_hooks_of(optimizer)
     except AttributeError:
-        vars(optimizer).setdefault("defaults", {})
+        with suppress(AttributeError):  # of some that have defaults, since they have them from the optimizer inside
+            optimizer.defaults = {}
         Optimizer.__setstate__(optimizer, {})
 
 

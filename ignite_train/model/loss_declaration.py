@@ -106,7 +106,8 @@ class FirstLook:
             precision: under which it runs.
         """
         messages: list[str] = []
-        if not self._is_checked:
+        is_first = not self._is_checked
+        if is_first:
             self._is_checked = True
             messages = check_declaration(module, forward, micro_batch, carried=carried, precision=precision)
         was_training = module.training
@@ -114,7 +115,7 @@ class FirstLook:
         self.is_over = _size_is_known(returned)
         for message in messages:
             _warn(message, inspect.unwrap(forward), LossDeclarationWarning)
-        if module.training != was_training:
+        if is_first and module.training != was_training:
             _warn(_other_mode(is_training=was_training), inspect.unwrap(forward), UserWarning)
         return returned
 
@@ -296,8 +297,8 @@ def _multiplied_sum(size: float) -> str:
 def _other_mode(*, is_training: bool) -> str:
     now, call = ("eval", "model.eval()") if is_training else ("training", "model.train()")
     return (
-        f"forward has put the model into {now} mode, in which dropout and BatchNorm do something else; trainer and evaluator "
-        f"set the mode, so leave {call} out of forward"
+        f"forward has put the model into {now} mode, in which dropout and BatchNorm do something else; unless that is meant, "
+        f"leave {call} out of forward: the mode is set outside of it"
     )
 
 

@@ -15,7 +15,7 @@ from ignite_train.ranks.data_ranks import DataRanks
 from ignite_train.ranks.digest_words import differ, differ_on_device, digest_words, with_squares
 from ignite_train.ranks.messages import Piggyback
 
-__all__ = ["SameMicroBatches", "digest_of", "is_looked_into"]
+__all__ = ["SameMicroBatches", "digest_of"]
 
 _MOST = 1024  # elements of a tensor that are looked at
 _WORDS = 2  # of a digest
@@ -74,21 +74,11 @@ def digest_of(group: Sequence[Any]) -> int:
     return checksum
 
 
-def is_looked_into(group: Sequence[Any]) -> bool:
-    """Whether the digest of a group is of what is in all of its leaves: not on an accelerator, nor in objects of a user."""
-    leaves = pytree.tree_leaves([*group])
-    return bool(leaves) and all(isinstance(leaf, _PLAIN) or (isinstance(leaf, Tensor) and _is_read(leaf)) for leaf in leaves)
-
-
-def _is_read(leaf: Tensor) -> bool:
-    return type(leaf) is Tensor and leaf.layout is torch.strided and leaf.device.type == "cpu" and leaf.numel() > 0
-
-
 def _of_leaf(leaf: Any, checksum: int) -> int:
     if not isinstance(leaf, Tensor):
         return zlib.crc32((repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__name__).encode(), checksum)
     checksum = zlib.crc32(f"{tuple(leaf.shape)} {leaf.dtype}".encode(), checksum)
-    if not _is_read(leaf):
+    if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.device.type != "cpu" or leaf.numel() == 0:
         return checksum
     seen = leaf.detach().reshape(-1)[:: -(-leaf.numel() // _MOST)].resolve_conj().contiguous()
     return zlib.crc32(seen.view(torch.uint8).numpy().tobytes(), checksum)

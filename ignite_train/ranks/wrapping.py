@@ -217,7 +217,7 @@ def _check_sharded(model: nn.Module, data_ranks: DataRanks) -> None:
     if whole or not isinstance(model, FSDPModule):
         raise ValueError(
             f"model must have fully_shard applied to the root module, last, got one where {(whole or ['the root'])[0]!r} is "
-            "not sharded; its gradient would not cross the ranks; in place of torch.compile(model) write model.compile()"
+            "not sharded; its gradient would not cross the ranks"
         )
     check_sharding(model, data_ranks)
 

@@ -1,15 +1,12 @@
-"""Looks at the start and the end of a run for what is in vain: updates, handlers, evaluators, ranks."""
+"""Looks at the start and the end of a run for what is in vain: updates, handlers, evaluators."""
 
 from __future__ import annotations
 
 from ignite.engine import Events
-from ignite.engine.events import RemovableEventHandle
 
-from ignite_train.data.description import dealt_order
 from ignite_train.engine.attachable import Attachable
 from ignite_train.engine.dispatch import attachables, attached, is_of_library
 from ignite_train.ranks import collectives
-from ignite_train.ranks.same_micro_batches import digest_of, is_looked_into
 from ignite_train.trainer import Trainer
 
 __all__ = ["warn_of_idle_run"]
@@ -24,9 +21,8 @@ _WHY = {
 def warn_of_idle_run(trainer: Trainer) -> Trainer:
     """Has `trainer` say what is in vain.
 
-    When the first epoch starts, that is a handler that looks at an evaluator which no handler runs; after the first update of
-    this process, that all ranks were given the same micro-batches; at the end of a run, one of which all updates were skipped,
-    and a handler that was made and not attached, which is named once.
+    When the first epoch starts, that is a handler that looks at an evaluator which no handler runs; at the end of a run, one of
+    which all updates were skipped, and a handler that was made and not attached, which is named once.
     """
 
     def look(trainer: Trainer) -> None:
@@ -48,21 +44,7 @@ def warn_of_idle_run(trainer: Trainer) -> Trainer:
 
     trainer.add_event_handler(Events.EPOCH_STARTED(once=1), _look_for_idle_evaluators)
     trainer.add_event_handler(Events.COMPLETED, look)
-    if trainer.replicas.num_data_ranks > 1 and not trainer.replicas.are_elastic:
-        handle = trainer.append_event_handler(Events.ITERATION_COMPLETED, lambda one: _look_for_idle_ranks(one, handle))
     return trainer
-
-
-def _look_for_idle_ranks(trainer: Trainer, handle: RemovableEventHandle) -> None:
-    handle.remove()
-    group = trainer.state.batch or ()
-    own = float(digest_of(group)) if is_looked_into(group) else -1.0 - collectives.rank()
-    high, low = collectives.largest(own, -own)
-    if high == -low and dealt_order(trainer.state.dataloader) is None and collectives.is_main_rank():
-        trainer.logger.warning(
-            "all ranks were given the same micro-batches and compute the same: a plain DataLoader gives each rank all samples; "
-            "use ResumableLoader(dataset, batch_size=..., shuffle=...), or sampler=ShardedSampler(dataset, shuffle=...)"
-        )
 
 
 def _look_for_idle_evaluators(trainer: Trainer) -> None:

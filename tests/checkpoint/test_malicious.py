@@ -646,19 +646,6 @@ def test_a_link_in_place_of_a_checkpoint_is_refused(honest, tmp_path):
     assert honest.is_dir()
 
 
-def test_a_checkpoint_of_links_is_not_called_damaged(honest, tmp_path):
-    """A hub's cache and data stores have such. Nothing is renamed, and the line says how to make it readable."""
-    copy = tmp_path / honest.name
-    copy.mkdir()
-    for file in honest.iterdir():
-        link = copy / file.name
-        _ = shutil.copy(file, link) if file.name == "manifest.json" else link.symlink_to(file)
-    _, saver = start(tmp_path)
-    with pytest.raises(CheckpointError, match="it is a link; copy the checkpoint with its files, cp -rL"):
-        saver.restore("must")
-    assert [path.name for path in tmp_path.iterdir() if "update" in path.name] == [honest.name]
-
-
 def test_a_directory_that_everybody_can_write_to_is_warned_about(honest, tmp_path, caplog):
     """A user who can write there decides what is loaded."""
     shutil.copytree(honest, tmp_path / honest.name)

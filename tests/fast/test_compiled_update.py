@@ -1398,24 +1398,6 @@ def test_it_takes_ignites_factory_and_bare_modules():
     torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("whole", [True, False], ids=["the model", "a part"])
-def test_what_a_script_has_wrapped_by_torch_compile_is_in_the_graph(whole: bool) -> None:
-    """No update was a graph, since torch takes the wrapper for the module inside while it compiles."""
-    weights = []
-    for way in ({"update": True, "backend": "eager"}, False):
-        torch.manual_seed(0)
-        part = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
-        model: Any = nn.Sequential(part if whole else torch.compile(part, backend="eager"), nn.Linear(3, 1)).double()
-        wrapped = torch.compile(model, backend="eager") if whole else model
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer = create_supervised_trainer(wrapped, optimizer, nn.MSELoss(), compile=way)
-        trainer.run(batches(4, 4, 3), max_epochs=2)
-        assert not way or trainer.process.gather._obstacle is None
-        weights.append(torch.cat([parameter.flatten() for parameter in model.parameters()]))
-    torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-9)
-
-
 FORMS: dict[str, Callable[[Tensor], Any]] = {
     "bare": lambda squares: squares.mean(),
     "one-of-a-tuple": lambda squares: (squares.mean(),),

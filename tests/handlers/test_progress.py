@@ -722,7 +722,6 @@ def test_a_run_introduces_itself(capsys: pytest.CaptureFixture[str], tmp_path: P
     for steps, line in (
         (4, "8 updates in 2 epochs: 16 samples each (4 × 4 micro-batches)"),
         ([2, 8], "2 epochs: [2, 8] micro-batches each"),
-        (64, "2 updates in 2 epochs: 64 samples each (4 × 16 micro-batches)"),  # an update never spans two epochs
     ):
         optimizer = torch.optim.AdamW(model[1].parameters())
         trainer = create_trainer(
@@ -1155,21 +1154,3 @@ def test_a_line_is_written_under_the_lock_of_bars_that_a_script_has_shown(monkey
     with tqdm(total=1, file=io.StringIO()):
         ProgressLog("simple")._print("a line")
     assert calls == [("a line\n", {"end": "", "nolock": False})]
-
-
-def test_rows_of_a_handler_without_a_state_are_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    class Note(Handler):
-        def attach(self, trainer: Any) -> None:
-            trainer.add_event_handler(Events.ITERATION_COMPLETED, self.look)
-
-        def look(self) -> None:
-            pass
-
-        def rows_at_end(self) -> list[tuple[str, str]]:
-            return [("hint", "read this")]
-
-    trainer, _, _ = make()
-    ProgressLog("simple").attach(trainer, EVERY(every=50))
-    Note().attach(trainer)
-    trainer.run(DATA, max_iters=2)
-    assert "read this" in capsys.readouterr().out

@@ -15,20 +15,10 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils.data import DataLoader, TensorDataset
 
 import meshes
-from ignite_train import (
-    ForwardOutput,
-    ResumableLoader,
-    ShardedSampler,
-    Trainer,
-    UpdateOptions,
-    create_evaluator,
-    create_trainer,
-)
+from ignite_train import ForwardOutput, Trainer, UpdateOptions, create_evaluator, create_trainer
 from ignite_train.handlers import ModelSync, MomentumTeacher
-from log_messages import messages_from_here
 from ranks import Ranks
 
 
@@ -181,32 +171,3 @@ def _used_with_own(kind: str) -> list[tuple[list[float], bool]]:
 def test_they_stay_in_an_evaluation_and_where_a_handler_makes_ranks_alike(two: Ranks, kind: str) -> None:
     for found in two.run(_used_with_own, kind):
         assert found == [([1.0] * 4, True)] * len(found)
-
-
-# --- data that are alike ------------------------------------------------------------------------------------------------------
-
-
-def _fed(kind: str) -> list[str]:
-    lines, rank = messages_from_here(), idist.get_rank()
-    data = TensorDataset(torch.arange(32.0).reshape(8, 4) + (rank if kind == "files of its own" else 0))
-    if kind == "dealt":
-        loader: Any = DataLoader(data, batch_size=2, sampler=ShardedSampler(data, shuffle=False))
-    elif kind == "resumable":
-        loader = ResumableLoader(data, batch_size=2, shuffle=False)
-    else:
-        torch.manual_seed(rank if kind == "shuffled" else 0)
-        loader = DataLoader(data, batch_size=2, shuffle=kind in ("shuffled", "one seed"))
-    model = nn.Linear(4, 1)
-    options = UpdateOptions(reduction="explicit")
-    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b[0]).mean(), options=options)
-    trainer.run(loader, max_epochs=2)
-    return [line for line in lines if "given the same micro-batches" in line]
-
-
-@pytest.mark.parametrize(
-    ("kind", "number"),
-    [("in order", 1), ("one seed", 1), ("shuffled", 0), ("files of its own", 0), ("dealt", 0), ("resumable", 0)],
-)
-def test_a_loader_that_gives_all_ranks_all_samples_is_noticed(kind: str, number: int, two: Ranks) -> None:
-    """The second rank computed what the first did. Said once, by rank 0."""
-    assert [len(found) for found in two.run(_fed, kind)] == [number, 0]
