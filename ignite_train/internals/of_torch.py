@@ -58,6 +58,7 @@ __all__ = [
     "foreach_sub_",
     "forward_hooks_of",
     "forward_pre_hooks_of",
+    "give_hooks",
     "gives_sparse_gradients",
     "grad_mode_wrapper",
     "indices_of",

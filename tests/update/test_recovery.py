@@ -827,9 +827,10 @@ def sharded_against_one(way: str) -> dict[str, Any]:
 
 
 def no_dropout(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+    mode = model.training
     model.eval()
     output = cuts.forward(model, micro_batch)
-    model.train()
+    model.train(mode)  # a forward that leaves another one is warned of
     return output
 
 
