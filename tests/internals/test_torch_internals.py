@@ -372,6 +372,24 @@ def wrappers_of_steps() -> bool:
     )
 
 
+def hooks_of_wrappers() -> bool:
+    """A wrapper without torch's `__init__` gets places for hooks, and those that are there stay."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            self.param_groups, self.state = an_optimizer().param_groups, {}
+
+        def step(self) -> None:  # type: ignore[override]
+            pass
+
+    wrapper, called = Wrapper(), list[int]()
+    of_torch.give_hooks(wrapper)
+    wrapper.register_step_pre_hook(lambda *_: called.append(1))
+    of_torch.give_hooks(wrapper)
+    wrapper.step()
+    return called == [1]
+
+
 def rates_of_schedules() -> bool:
     """`get_last_lr` and the state of a schedule give what stands under the name."""
     schedule = StepLR(an_optimizer(), 1, gamma=0.5)
@@ -581,6 +599,7 @@ OF_TORCH: dict[Callable[[], bool], tuple[str, ...]] = {
     versions_of_modules: ("versions_of", "with_versions"),
     hooks_of_steps: ("step_post_hooks_of", "step_post_hooks_of_all", "step_pre_hooks_of", "step_pre_hooks_of_all"),
     wrappers_of_steps: ("grad_mode_wrapper",),
+    hooks_of_wrappers: ("give_hooks",),
     running_profiler: ("profiler_is_on",),
     rates_of_schedules: ("LATEST_RATES",),
     schedules_of_schedules: ("MILESTONES", "PARTS", "parts_of_schedule"),
