@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sized
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from ignite_train.data.dealing import Dealing
@@ -47,6 +48,14 @@ class Pipeline(Protocol):
     """A loader such as `torchdata.nodes.Loader`, whose state lacks the generators of its samplers."""
 
     restart_on_stop_iteration: bool
+
+
+@runtime_checkable
+class _Samples(Protocol):
+    """What a `ResumableLoader` has put around a dataset."""
+
+    dataset: Any
+    seeds_generators: bool
 
 
 DRAWS_NOTHING = (SequentialSampler, ShardedSampler, DistributedSampler, list, tuple, range)  # of samplers
@@ -100,8 +109,20 @@ def dealt_order(loader: Iterable[Any] | None) -> DealtOrder | None:
         return None
     for sampler in samplers_of(loader):
         if isinstance(sampler, _Dealt):
-            return DealtOrder(sampler.dealing.ranks, sampler.describe() | {"drop_last": describe_data(loader).get("drop_last")})
+            settings = sampler.describe() | {"drop_last": describe_data(loader).get("drop_last")}
+            return DealtOrder(sampler.dealing.ranks, settings | _indices_of_subsets(loader.dataset))
     return None
+
+
+def _indices_of_subsets(dataset: Any) -> dict[str, str]:
+    """A digest of the samples that `torch.utils.data.Subset` chooses: ranks may not deal out different halves of a split."""
+    found = list[str]()
+    dataset = dataset.dataset if isinstance(dataset, _Samples) else dataset
+    while isinstance(dataset, Subset):
+        with suppress(TypeError, ValueError, OverflowError):  # what is no list of integers is not compared
+            found.append(hashlib.sha256(np.asarray(dataset.indices, dtype=np.int64).tobytes()).hexdigest()[:8])
+        dataset = dataset.dataset
+    return {"indices of Subset": " ".join(found)} if found else {}
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, jumps: bool) -> tuple[list[str], list[str]]:

@@ -288,6 +288,11 @@ class _Samples(Dataset[Any]):
         self._epoch: int | None = None  # what the dataset was told last, here or in the process that this one is a copy of
         self.seeds_generators = seed_samples and isinstance(dataset, HasSampleSeed)
 
+    @property
+    def dataset(self) -> Any:
+        """The user's."""
+        return self._dataset
+
     def set_epoch(self, epoch: int) -> None:
         """Passes it on to a dataset that has `set_epoch`."""
         if isinstance(self._dataset, HasEpoch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from ignite.engine import Events
 
 from ignite_train.engine.attachable import Attachable
@@ -21,8 +23,9 @@ _WHY = {
 def warn_of_idle_run(trainer: Trainer) -> Trainer:
     """Has `trainer` say what is in vain.
 
-    When the first epoch starts, that is a handler that looks at an evaluator which no handler runs; at the end of a run, one of
-    which all updates were skipped, and a handler that was made and not attached, which is named once.
+    When the first epoch starts, that is a process which torchrun has started beside others and which trains alone, and a
+    handler that looks at an evaluator which no handler runs; at the end of a run, one of which all updates were skipped, and a
+    handler that was made and not attached, which is named once.
     """
 
     def look(trainer: Trainer) -> None:
@@ -42,9 +45,24 @@ def warn_of_idle_run(trainer: Trainer) -> Trainer:
                 f"{idle[0]}(...).attach(trainer)"
             )
 
-    trainer.add_event_handler(Events.EPOCH_STARTED(once=1), _look_for_idle_evaluators)
+    trainer.add_event_handler(Events.EPOCH_STARTED(once=1), _look_at_start)
     trainer.add_event_handler(Events.COMPLETED, look)
     return trainer
+
+
+def _look_at_start(trainer: Trainer) -> None:
+    _look_for_other_processes(trainer)
+    _look_for_idle_evaluators(trainer)
+
+
+def _look_for_other_processes(trainer: Trainer) -> None:
+    number = os.environ.get("WORLD_SIZE", "1")
+    is_of_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and number != "1"
+    if is_of_torchrun and collectives.world_size() == 1 and not trainer.replicas.are_elastic:
+        trainer.logger.warning(
+            f"torchrun has started {number} processes, and this one trains a model of its own, without a process group; "
+            "call idist.initialize('gloo'), or 'nccl' on GPUs, at the top of the script to train one together"
+        )
 
 
 def _look_for_idle_evaluators(trainer: Trainer) -> None:

@@ -1392,6 +1392,18 @@ def test_defaults_are_attached_once(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert not caplog.records
 
 
+@pytest.mark.parametrize(("number", "expected"), [("2", 1), ("1", 0), (None, 0)])
+def test_processes_of_torchrun_that_train_alone_are_told(
+    number: str | None, expected: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a process group each trained a model of its own, and with a Checkpoint one did nothing."""
+    if number is not None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        monkeypatch.setenv("WORLD_SIZE", number)
+    make(summed)[2].run(DATA)
+    assert caplog.text.count("and this one trains a model of its own, without a process group") == expected
+
+
 # --- what was found late ----------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 import cuts
 from ignite_train import (
@@ -368,7 +368,20 @@ def budget(longest: int = 3, seed: int = 7, *, alone: bool = False) -> DataLoade
     return DataLoader(data, batch_sampler=batches) if alone else ResumableLoader(data, batches=batches)  # type: ignore[arg-type]
 
 
+def split(rank: int, *, alone: bool = False, nested: bool = False) -> DataLoader[Any]:
+    """Half of the samples, chosen by each rank for itself."""
+    order = torch.randperm(NUMBER, generator=torch.Generator().manual_seed(rank)).tolist()
+    data: Any = Subset(torch.ones(NUMBER, FEATURES).double(), order[: NUMBER // 2])  # type: ignore[arg-type]
+    data = Subset(data, range(6)) if nested else data
+    if alone:
+        return DataLoader(data, 3, sampler=ShardedSampler(data, shuffle=False))
+    return ResumableLoader(data, 3, shuffle=False)
+
+
 ORDERS: dict[str, tuple[Callable[[int], Any], str]] = {
+    "split": (split, "got data.indices of Subset: "),
+    "split in a DataLoader": (lambda rank: split(rank, alone=True), "got data.indices of Subset: "),
+    "part of a split": (lambda rank: split(rank, nested=True), "got data.indices of Subset: "),
     "seed": (lambda rank: resumable(seed=rank), "got data.seed: 0 on rank 0 and 1 on rank 1; give"),
     "shuffle": (lambda rank: resumable(shuffle=rank == 0), "got data.shuffle: True on rank 0 and False on rank 1; give"),
     "length": (lambda rank: resumable(NUMBER + rank), "got data.samples: 24 on rank 0 and 25 on rank 1; give"),
@@ -381,6 +394,7 @@ ORDERS: dict[str, tuple[Callable[[int], Any], str]] = {
 }
 OWN_ORDERS: dict[str, Callable[[int], Any]] = {
     "the same": lambda _: resumable(),
+    "the same split": lambda _: split(0, nested=True),
     "batch sizes": lambda rank: resumable(size=3 + rank),
     "an own DataLoader": lambda rank: DataLoader(torch.ones(NUMBER - rank, FEATURES).double(), 3, shuffle=rank == 0),
     "one list": lambda rank: [torch.ones(2, FEATURES).double()] if rank else resumable(),
