@@ -60,8 +60,8 @@ class GradNormMismatchError(TrainingError, RuntimeError):
         if self.all_differ:
             return (
                 "no gradient is the same on all ranks, so they were most likely never reduced: does forward call the model "
-                "it is given as its argument? A module from its closure is not the one in DistributedDataParallel. If it "
-                "does, look for a communication hook that does not reduce"
+                "it is given as its argument, outside of no_sync()? A module from its closure is not the one in "
+                "DistributedDataParallel. If it does, look for a communication hook that does not reduce"
             )
         return (
             "look for a forward that does not call the model it is given as its argument, a backward beside the trainer's, a "

@@ -55,7 +55,11 @@ class StateMismatchError(TrainingError, RuntimeError):
             else "no majority of the ranks agrees, so it is unknown which are right"
         )
         own = " (name it in own_buffers if each rank fills it from its own data)" if names[0].startswith("buffer ") else ""
-        question = "does forward call the model it is given as its argument? If it does, " if most_parameters_differ else ""
+        question = (
+            "does forward call the model it is given as its argument, outside of no_sync()? If it does, "
+            if most_parameters_differ
+            else ""
+        )
         super().__init__(
             f"update {update}: the ranks differ in {', '.join(names[:_NAMED])}{more}{own}; {who}; {question}look for code that "
             "changes the state of one rank alone, and resume from a checkpoint no newer than the last check that passed"

@@ -465,7 +465,7 @@ def test_a_forward_that_calls_the_raw_module_is_named_before_the_second_step(pro
     for kind, message, steps, _ in run_ranks(call_the_raw_module, "ddp", protect, None):
         assert (kind, steps) == (error, [1])
         assert message.startswith("update 1: ")
-        assert "does forward call the model it is given as its argument?" in message
+        assert "does forward call the model it is given as its argument, outside of no_sync()?" in message
 
 
 @pytest.mark.slow
