@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from ignite_train.ranks import collectives
 from ignite_train.state import TrainState
@@ -16,6 +16,7 @@ from ignite_train.state import TrainState
 __all__ = ["introduction", "precision_of"]
 
 _MANY = 10_000_000  # parameters
+_ALL_SAMPLES = (RandomSampler, SequentialSampler, WeightedRandomSampler)
 _PREFIXES = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
@@ -28,7 +29,9 @@ def introduction(
     updates: int | None,
     data_ranks: int,
 ) -> list[str]:
-    """Two lines: what is trained where, and what the updates are. A third names an optimizer that would be quicker fused.
+    """Two lines: what is trained where, and what the updates are. Further ones tell of what many do not expect.
+
+    That is a loader which gives all samples to each rank, and an optimizer that would be quicker fused.
 
     Args:
         model: without its wrapper.
@@ -47,6 +50,7 @@ def introduction(
     return [
         f"{type(model).__name__}, {size}, on {device} in {precision_of(model, config)}, {names}",
         f"{_updates(updates, state)}: {_of_each(steps, data_ranks, state.dataloader)}",
+        *_undealt(state.dataloader, data_ranks),
         *_unfused(optimizers),
     ]
 
@@ -62,6 +66,14 @@ def precision_of(model: nn.Module, config: Mapping[str, Any]) -> str:
         return precision
     names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
     return names if precision == "fp32" else f"{precision} with parameters in {names}"
+
+
+def _undealt(data: Any, data_ranks: int) -> Iterator[str]:
+    """Where torch's own samplers go through all samples on each rank. They may be samples of its own, so this is no warning."""
+    batches = data.batch_sampler if isinstance(data, DataLoader) else None
+    sampler: Any = batches.sampler if type(batches) is BatchSampler else None
+    if data_ranks > 1 and type(sampler) in _ALL_SAMPLES:
+        yield f"each of {data_ranks} ranks reads all {len(sampler)} samples of its DataLoader; a ResumableLoader deals them out"
 
 
 def _unfused(optimizers: Sequence[Optimizer]) -> Iterator[str]:

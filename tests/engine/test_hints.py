@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from ignite.engine import Events
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
-from ignite_train import create_trainer
+from ignite_train import ResumableLoader, ShardedSampler, create_trainer
 from ignite_train.engine.introduction import introduction, precision_of
 from ignite_train.engine.sections import SECTIONS
 from ignite_train.handlers import ProgressLog, TrainingMetrics, training_metrics
@@ -80,6 +81,30 @@ def test_the_introduction_names_an_adam_that_is_not_fused(kind, settings, parame
     assert ("fused=True" in lines[-1]) == says
     assert len(lines) == 2 + says
     assert all(len(line) <= 100 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "loader", "says"),
+    [
+        (2, DataLoader(DATASET, 4, shuffle=True), True),
+        (2, DataLoader(DATASET, batch_sampler=BatchSampler(SequentialSampler(DATASET), 4, drop_last=True)), True),
+        (1, DataLoader(DATASET, 4, shuffle=True), False),
+        (2, ResumableLoader(DATASET, 4, shuffle=True), False),
+        (2, DataLoader(DATASET, 4, sampler=ShardedSampler(DATASET, shuffle=True)), False),
+        (2, DataLoader(DATASET, 4, sampler=DistributedSampler(DATASET, 2, 0)), False),
+        (2, DataLoader(DATASET, batch_sampler=BatchSampler(DistributedSampler(DATASET, 2, 0), 4, drop_last=True)), False),
+        (2, DataLoader(DATASET, batch_size=None), False),
+        (2, [1, 2], False),
+    ],
+)
+def test_the_introduction_names_a_loader_that_gives_each_rank_all_samples(ranks, loader, says):
+    """The epochs of newcomers were as many passes as there were ranks, and nothing said so."""
+    model, state = torch.nn.Linear(2, 1), TrainState()
+    state.dataloader = loader
+    lines = introduction(model, [torch.optim.SGD(model.parameters())], {}, state, updates=None, data_ranks=ranks)
+    assert (
+        lines[2:] == [f"each of {ranks} ranks reads all 8 samples of its DataLoader; a ResumableLoader deals them out"] * says
+    )
 
 
 @pytest.mark.parametrize(
