@@ -71,8 +71,8 @@ class DirectoryLock:
             return
         token = os.urandom(8).hex()
         self._take(token)
-        self.token, self._over = token, threading.Event()
         self._held_in = os.getpid(), *_identity(self.directory)
+        self.token, self._over = token, threading.Event()
         _held_here.add(token)
         self._thread = threading.Thread(target=self._beat, args=(token, self._over), name="CheckpointLock", daemon=True)
         self._thread.start()
@@ -112,13 +112,15 @@ class DirectoryLock:
         token, self.token = self.token, ""
         if not token or self._held_in[0] != os.getpid():
             return
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join(_JOIN_SECONDS)
-        with suppress(OSError):
-            if writer_of(self.directory) == token:
-                self._leave_mark() if self._owner_may_wake else self.path.unlink()
         _held_here.discard(token)
+        self._over.set()
+        try:
+            if self._thread is not None and self._thread.is_alive():  # not where Ctrl-C came as it was started
+                self._thread.join(_JOIN_SECONDS)
+        finally:
+            with suppress(OSError):
+                if writer_of(self.directory) == token:
+                    self._leave_mark() if self._owner_may_wake else self.path.unlink()
 
     def _leave_mark(self) -> None:
         """Marks the lock as released in its file, so that an earlier owner that wakes up sees that it has lost the lock."""

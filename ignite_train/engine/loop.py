@@ -260,8 +260,10 @@ class Loop(Dispatcher):
             state.times[Events.COMPLETED.name] = time.perf_counter() - started
             self._log(f"Engine run finished. Time taken: {_clock(time.perf_counter() - started)}")
         except BaseException as error:
-            self._observe(error)
-            self._take_back()
+            try:
+                self._observe(error)
+            finally:  # after a second Ctrl-C too
+                self._take_back()
             raise
         finally:
             self.progress.running = self.progress.iterating = self.should_interrupt = self._has_entered = False

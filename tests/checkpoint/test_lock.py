@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +74,28 @@ def ended() -> int:
 
 
 # --- who may have it ---
+
+
+@pytest.mark.parametrize("place", ["start", "join"])
+def test_ctrl_c_as_the_thread_starts_or_ends_leaves_the_directory_free(
+    place: str, tmp_path: Path, taken: DirectoryLock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run of a notebook could not write there, and was told that another Checkpoint of the process did."""
+
+    def pressed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(threading.Thread, place, pressed)
+        try:
+            taken.hold()
+        finally:
+            taken.release()
+    assert taken.token == ""
+    assert not (tmp_path / LOCK).exists()
+    other = DirectoryLock(tmp_path)
+    other.hold()
+    other.release()
 
 
 def test_a_lock_whose_count_stands_still_is_taken_over(tmp_path, taken, monkeypatch, caplog):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ignite.engine import Events
 from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.utils import _python_dispatch
@@ -156,6 +157,27 @@ def test_so_it_is_wherever_it_comes(arguments: dict[str, Any], monkeypatch: pyte
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     library = Path(ignite_train.__file__).parent
     assert unlike(at_each_place(interrupted_and_repeated(lambda: made(**arguments)), library)) == []
+
+
+def test_a_second_one_while_the_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update that was broken off counted as if it had been made, and the next run left its samples out."""
+
+    def pressed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    weights = []
+    for is_interrupted in (False, True):
+        trainer, model, _, loader = made()
+        if is_interrupted:
+            handle = trainer.add_event_handler(Events.ITERATION_STARTED(once=2), pressed)
+            with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+                patch.setattr(trainer.logger, "error", pressed)
+                trainer.run(loader)
+            handle.remove()
+            assert trainer.state.iteration == 1
+        assert trainer.run(loader).num_steps == trainer.state.iteration == 3
+        weights.append(bit_by_bit(model.state_dict()))
+    assert weights[0] == weights[1]
 
 
 @accelerated
