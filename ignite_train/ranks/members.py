@@ -388,12 +388,19 @@ class Members:
         Raises:
             FellBehindError: this replica has missed an update, or made one otherwise.
             NoQuorumError: the run has ended.
-            ValueError: this replica has another number of ranks.
+            ValueError: this replica has another number of ranks, or has resumed ahead of those that train already.
             MembersChangedError: another replica ends for one of these reasons.
         """
         have_not_run = all(one.data["is_new"] and not one.data["has_parted"] for one in participants)
         if have_not_run and collectives.any_rank(_has_ended()):
             raise _nothing_left()
+        ahead = [] if newest.data["is_new"] else [one for one in participants if one.step > newest.step + 1]
+        if mine in ahead:
+            self.leave()
+            raise ValueError(
+                f"a replica must not resume ahead of those that train, got update {mine.step} here and {newest.step} there, "
+                "which began without it; to keep the state of this one, stop all, and start with --min-replicas their number"
+            )
         behind = [one for one in participants if not one.data["is_new"] and _place(one) != _place(newest)]
         if mine in behind:
             self.leave()
@@ -409,7 +416,7 @@ class Members:
                 f"each replica must have as many ranks as the others, {newest.data['num_ranks']}, got "
                 f"{mine.data['num_ranks']}; start all of them with the same number"
             )
-        if behind or strange:  # they end; to form a group with them would wait for them
+        if ahead or behind or strange:  # they end; to form a group with them would wait for them
             raise MembersChangedError("a replica has another history, or is of another size, and ends")
 
     def _send_state(self, arrivals: Sequence[int]) -> None:
