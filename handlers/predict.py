@@ -12,6 +12,7 @@ from ignite.engine import Events
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from ignite_train.arguments import describe, one_of
 from ignite_train.data.description import length_of
@@ -134,8 +135,13 @@ def _watched(loader: Any) -> tuple[Any, _Indices | None]:
 
 
 def _left_out(loader: Any) -> ValueError | None:
-    """The error of a loader that drops a last micro-batch: later rows would stand in the places of its samples."""
+    """The error of a loader that drops some of the last samples: later rows would stand in their places."""
     batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
+    sampler: Any = batches.sampler if isinstance(batches, BatchSampler) else None
+    if isinstance(sampler, DistributedSampler) and sampler.total_size < len(sampler.dataset):  # type: ignore[arg-type]
+        return ValueError(
+            "loader must give all samples, got a DistributedSampler with drop_last=True; use a ShardedSampler without shuffle"
+        )
     if not isinstance(batches, BatchSampler) or not batches.drop_last:
         return None
     length = length_of(batches.sampler)

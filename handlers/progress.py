@@ -475,7 +475,7 @@ def _short(number: float) -> str:
 
 def _thousands(number: float) -> str:
     """`"4.57k"`."""
-    return str(tqdm.format_sizeof(number)) if number < _TOO_MUCH else f"{number:.2g}"
+    return str(tqdm.format_sizeof(number)) if 0.1 <= number < _TOO_MUCH else f"{number:.2g}"
 
 
 def _clock(seconds: float) -> str:

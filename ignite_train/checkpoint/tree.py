@@ -176,6 +176,10 @@ class TreeEncoder:
         tensor = value.detach()
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in _STORABLE:
             raise CheckpointError(f"{path_name(path)} cannot be stored: a tensor that is sparse, quantized or without data")
+        if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+            raise CheckpointError(
+                f"{path_name(path)} cannot be stored: a DTensor whose shards are yet to be summed; redistribute it first"
+            )
         is_plain = type(tensor) is Tensor or isinstance(tensor, DTensor)
         if not is_plain and is_composed(tensor):
             return self._encode_composed(tensor, path)

@@ -244,3 +244,34 @@ def test_a_damaged_shard_of_one_rank_stops_all(rank: int, tmp_path: Path) -> Non
     assert second[0][0] == second[1][0] != ""
     assert "is whole" in second[0][0]
     assert [unchanged for _, unchanged, _ in second] == [True, True]
+
+
+class Unsummed(torch.optim.SGD):
+    """Keeps a norm that is still to be summed over the ranks."""
+
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["squares"] = parameter.grad.square().sum()
+
+
+def saves_unsummed(directory: str) -> tuple[str, int]:
+    torch.manual_seed(0)
+    model = Net()
+    fully_shard(model)
+    trainer = create_trainer(model, Unsummed(model.parameters(), lr=0.01), forward)
+    Checkpoint(directory, every=3).attach(trainer)
+    try:
+        trainer.run(ResumableLoader(Samples(), 2, shuffle=True, seed=1), max_epochs=1)
+    except CheckpointError as error:
+        return str(error), trainer.state.iteration
+    return "", trainer.state.iteration
+
+
+@pytest.mark.slow
+def test_a_state_that_is_yet_to_be_summed_is_found_after_the_first_step(tmp_path: Path) -> None:
+    """And not in the first save, by an error of torch's without a name."""
+    for message, update in run_ranks(saves_unsummed, str(tmp_path)):
+        assert update == 1
+        assert "trying to save the state after the first step failed" in message
+        assert "'squares'] cannot be stored: a DTensor whose shards are yet to be summed" in message

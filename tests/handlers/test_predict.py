@@ -12,6 +12,7 @@ import torch
 from ignite.engine import Events
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 import cuts
 from ignite_train import ForwardOutput, ResumableLoader, ShardedSampler, create_evaluator, create_trainer
@@ -278,6 +279,11 @@ MISTAKES: dict[str, Mistake] = {
         ValueError,
         "got drop_last=True, which leaves out 3",
         lambda: run_with(lambda x: x, DataLoader(ROWS, batch_size=4, drop_last=True)),  # type: ignore[arg-type]
+    ),
+    "dropped by a sampler": (
+        ValueError,
+        "got a DistributedSampler with drop_last=True; use a ShardedSampler without shuffle",
+        lambda: run_with(lambda x: x, DataLoader(ROWS, sampler=DistributedSampler(ROWS, 2, 0, drop_last=True))),  # type: ignore[arg-type]
     ),
     "ended": (ValueError, "must run on all micro-batches of the loader, and ended after 1;", ended_early),
     "twice": (ValueError, "got sample 1 twice", lambda: run_with(lambda x: x, DataLoader(ROWS, sampler=[1, 1]))),  # type: ignore[arg-type]
