@@ -52,7 +52,7 @@ class Pipeline(Protocol):
 
 @runtime_checkable
 class _Samples(Protocol):
-    """What a `ResumableLoader` has put around a dataset."""
+    """A dataset in a `ResumableLoader`."""
 
     dataset: Any
     seeds_generators: bool
@@ -119,7 +119,7 @@ def _indices_of_subsets(dataset: Any) -> dict[str, str]:
     found = list[str]()
     dataset = dataset.dataset if isinstance(dataset, _Samples) else dataset
     while isinstance(dataset, Subset):
-        with suppress(TypeError, ValueError, OverflowError):  # what is no list of integers is not compared
+        with suppress(TypeError, ValueError, OverflowError):  # other indices than integers are not compared
             found.append(hashlib.sha256(np.asarray(dataset.indices, dtype=np.int64).tobytes()).hexdigest()[:8])
         dataset = dataset.dataset
     return {"indices of Subset": " ".join(found)} if found else {}

@@ -29,9 +29,9 @@ def introduction(
     updates: int | None,
     data_ranks: int,
 ) -> list[str]:
-    """Two lines: what is trained where, and what the updates are. Further ones tell of what many do not expect.
+    """Two lines: the model and its device, and the updates. Further lines tell of what many do not expect.
 
-    That is a loader which gives all samples to each rank, and an optimizer that would be quicker fused.
+    They name a loader which gives all samples to each rank, and an optimizer that would be quicker fused.
 
     Args:
         model: without its wrapper.
@@ -69,7 +69,7 @@ def precision_of(model: nn.Module, config: Mapping[str, Any]) -> str:
 
 
 def _undealt(data: Any, data_ranks: int) -> Iterator[str]:
-    """Where torch's own samplers go through all samples on each rank. They may be samples of its own, so this is no warning."""
+    """Where torch's own samplers go through all samples on each rank. They may be its own, so nothing warns of it."""
     batches = data.batch_sampler if isinstance(data, DataLoader) else None
     sampler: Any = batches.sampler if type(batches) is BatchSampler else None
     if data_ranks > 1 and type(sampler) in _ALL_SAMPLES:
