@@ -16,6 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ignite_train.arguments import describe, one_of
 from ignite_train.data.description import length_of
+from ignite_train.data.samplers import samplers_of
 from ignite_train.evaluation.evaluator import Evaluator, kept_state
 from ignite_train.internals.of_torch import ITERATOR, pytree
 from ignite_train.ranks import collectives
@@ -136,12 +137,11 @@ def _watched(loader: Any) -> tuple[Any, _Indices | None]:
 
 def _left_out(loader: Any) -> ValueError | None:
     """The error of a loader that drops some of the last samples: later rows would stand in their places."""
+    samplers: Iterator[Any] = samplers_of(loader) if isinstance(loader, DataLoader) else iter(())
+    dealt = (one for one in samplers if isinstance(one, DistributedSampler) and one.drop_last)
+    if any((length_of(one.dataset) or 0) % one.num_replicas for one in dealt):
+        return ValueError("loader must give all samples, got a DistributedSampler with drop_last=True; use ShardedSampler")
     batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
-    sampler: Any = batches.sampler if isinstance(batches, BatchSampler) else None
-    if isinstance(sampler, DistributedSampler) and sampler.total_size < len(sampler.dataset):  # type: ignore[arg-type]
-        return ValueError(
-            "loader must give all samples, got a DistributedSampler with drop_last=True; use a ShardedSampler without shuffle"
-        )
     if not isinstance(batches, BatchSampler) or not batches.drop_last:
         return None
     length = length_of(batches.sampler)

@@ -112,7 +112,6 @@ class DirectoryLock:
         token, self.token = self.token, ""
         if not token or self._held_in[0] != os.getpid():
             return
-        _held_here.discard(token)
         self._over.set()
         try:
             if self._thread is not None and self._thread.is_alive():  # not where Ctrl-C came as it was started
@@ -121,6 +120,7 @@ class DirectoryLock:
             with suppress(OSError):
                 if writer_of(self.directory) == token:
                     self._leave_mark() if self._owner_may_wake else self.path.unlink()
+            _held_here.discard(token)
 
     def _leave_mark(self) -> None:
         """Marks the lock as released in its file, so that an earlier owner that wakes up sees that it has lost the lock."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sized
-from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -110,17 +109,21 @@ def dealt_order(loader: Iterable[Any] | None) -> DealtOrder | None:
     for sampler in samplers_of(loader):
         if isinstance(sampler, _Dealt):
             settings = sampler.describe() | {"drop_last": describe_data(loader).get("drop_last")}
-            return DealtOrder(sampler.dealing.ranks, settings | _indices_of_subsets(loader.dataset))
+            return DealtOrder(sampler.dealing.ranks, settings | _indices_of_subsets(loader))
     return None
 
 
-def _indices_of_subsets(dataset: Any) -> dict[str, str]:
-    """A digest of the samples that `torch.utils.data.Subset` chooses: ranks may not deal out different halves of a split."""
-    found = list[str]()
-    dataset = dataset.dataset if isinstance(dataset, _Samples) else dataset
+def _indices_of_subsets(loader: DataLoader[Any]) -> dict[str, str]:
+    """The samples that `torch.utils.data.Subset` chooses, shortened: ranks may not deal out different halves of a split."""
+    found, dataset = list[str](), loader.dataset
+    if isinstance(loader, Seekable) and isinstance(dataset, _Samples):
+        dataset = dataset.dataset
     while isinstance(dataset, Subset):
-        with suppress(TypeError, ValueError, OverflowError):  # other indices than integers are not compared
-            found.append(hashlib.sha256(np.asarray(dataset.indices, dtype=np.int64).tobytes()).hexdigest()[:8])
+        indices: Any = dataset.indices
+        if isinstance(indices, range):
+            found.append(str(indices))
+        elif isinstance(indices, (list, np.ndarray, Tensor)):
+            found.append(str(_short(indices[:_MAX_ENTRIES])))
         dataset = dataset.dataset
     return {"indices of Subset": " ".join(found)} if found else {}
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from ignite_train.ranks import collectives
 from ignite_train.state import TrainState
@@ -16,7 +16,6 @@ from ignite_train.state import TrainState
 __all__ = ["introduction", "precision_of"]
 
 _MANY = 10_000_000  # parameters
-_ALL_SAMPLES = (RandomSampler, SequentialSampler, WeightedRandomSampler)
 _PREFIXES = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
@@ -70,10 +69,11 @@ def precision_of(model: nn.Module, config: Mapping[str, Any]) -> str:
 
 def _undealt(data: Any, data_ranks: int) -> Iterator[str]:
     """Where torch's own samplers go through all samples on each rank. They may be its own, so nothing warns of it."""
-    batches = data.batch_sampler if isinstance(data, DataLoader) else None
-    sampler: Any = batches.sampler if type(batches) is BatchSampler else None
-    if data_ranks > 1 and type(sampler) in _ALL_SAMPLES:
-        yield f"each of {data_ranks} ranks reads all {len(sampler)} samples of its DataLoader; a ResumableLoader deals them out"
+    batches = data.batch_sampler if type(data) is DataLoader else None
+    sampler = batches.sampler if type(batches) is BatchSampler else None
+    is_random = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    if data_ranks > 1 and (is_random or type(sampler) is SequentialSampler):
+        yield f"each of {data_ranks} ranks reads all of its DataLoader; unless that is its share, use a ResumableLoader"
 
 
 def _unfused(optimizers: Sequence[Optimizer]) -> Iterator[str]:

@@ -375,6 +375,7 @@ class Members:
         if rank == source:
             self._send_state(arrivals)
         elif rank in arrivals:
+            _warn_of_lost_updates(mine, newest)
             self._receive_state(source)
         self.is_stopped = self._is_new and any(one.data["stops"] for one in participants)
         self._is_new = False
@@ -388,19 +389,12 @@ class Members:
         Raises:
             FellBehindError: this replica has missed an update, or made one otherwise.
             NoQuorumError: the run has ended.
-            ValueError: this replica has another number of ranks, or has resumed ahead of those that train already.
+            ValueError: this replica has another number of ranks.
             MembersChangedError: another replica ends for one of these reasons.
         """
         have_not_run = all(one.data["is_new"] and not one.data["has_parted"] for one in participants)
         if have_not_run and collectives.any_rank(_has_ended()):
             raise _nothing_left()
-        ahead = [] if newest.data["is_new"] else [one for one in participants if one.step > newest.step + 1]
-        if mine in ahead:
-            self.leave()
-            raise ValueError(
-                f"a replica must not resume ahead of those that train, got update {mine.step} here and {newest.step} there, "
-                "which began without it; to keep the state of this one, stop all, and start with --min-replicas their number"
-            )
         behind = [one for one in participants if not one.data["is_new"] and _place(one) != _place(newest)]
         if mine in behind:
             self.leave()
@@ -416,7 +410,7 @@ class Members:
                 f"each replica must have as many ranks as the others, {newest.data['num_ranks']}, got "
                 f"{mine.data['num_ranks']}; start all of them with the same number"
             )
-        if ahead or behind or strange:  # they end; to form a group with them would wait for them
+        if behind or strange:  # they end; to form a group with them would wait for them
             raise MembersChangedError("a replica has another history, or is of another size, and ends")
 
     def _send_state(self, arrivals: Sequence[int]) -> None:
@@ -600,6 +594,16 @@ def _newest(participants: Sequence[_Participant]) -> int:
     votes = Counter(_place(one) for one in furthest)
     best = max(furthest, key=lambda one: votes[_place(one)])  # the first of them, as they are sorted
     return participants.index(best)
+
+
+def _warn_of_lost_updates(mine: _Participant, newest: _Participant) -> None:
+    """Where a replica has come too late to give the others its state, which is further by more than their last update."""
+    if mine.step > newest.step + 1 and collectives.is_main_rank():
+        _logger.warning(
+            f"this replica has resumed after update {mine.step}, and takes over the state after {newest.step} from those "
+            "that train, which began without it and make the others again; with --min-replicas as many as there are, all begin "
+            "together"
+        )
 
 
 def _place(participant: _Participant) -> tuple[int, str]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ignite.engine import Events
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ignite_train import ResumableLoader, ShardedSampler, create_trainer
@@ -94,6 +94,7 @@ def test_the_introduction_names_an_adam_that_is_not_fused(kind, settings, parame
         (2, DataLoader(DATASET, 4, sampler=DistributedSampler(DATASET, 2, 0)), False),
         (2, DataLoader(DATASET, batch_sampler=BatchSampler(DistributedSampler(DATASET, 2, 0), 4, drop_last=True)), False),
         (2, DataLoader(DATASET, batch_size=None), False),
+        (2, DataLoader(DATASET, 4, sampler=RandomSampler(DATASET, num_samples=4)), False),
         (2, [1, 2], False),
     ],
 )
@@ -103,7 +104,8 @@ def test_the_introduction_names_a_loader_that_gives_each_rank_all_samples(ranks,
     state.dataloader = loader
     lines = introduction(model, [torch.optim.SGD(model.parameters())], {}, state, updates=None, data_ranks=ranks)
     assert (
-        lines[2:] == [f"each of {ranks} ranks reads all 8 samples of its DataLoader; a ResumableLoader deals them out"] * says
+        lines[2:]
+        == [f"each of {ranks} ranks reads all of its DataLoader; unless that is its share, use a ResumableLoader"] * says
     )
 
 

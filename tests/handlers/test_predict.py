@@ -282,7 +282,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "dropped by a sampler": (
         ValueError,
-        "got a DistributedSampler with drop_last=True; use a ShardedSampler without shuffle",
+        "got a DistributedSampler with drop_last=True; use ShardedSampler",
         lambda: run_with(lambda x: x, DataLoader(ROWS, sampler=DistributedSampler(ROWS, 2, 0, drop_last=True))),  # type: ignore[arg-type]
     ),
     "ended": (ValueError, "must run on all micro-batches of the loader, and ended after 1;", ended_early),

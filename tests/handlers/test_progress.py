@@ -33,7 +33,7 @@ import cuts
 from clock import Clock
 from ignite_train import Evaluator, ForwardOutput, Trainer, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint, EarlyStopping, JsonLines, ProgressLog, StopOnSignal, TrainingMetrics, Validation
-from ignite_train.handlers.progress import _length
+from ignite_train.handlers.progress import _length, _thousands
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.ranks.collectives import is_main_rank
 from processes import DEADLINE_SECONDS
@@ -1154,3 +1154,11 @@ def test_a_line_is_written_under_the_lock_of_bars_that_a_script_has_shown(monkey
     with tqdm(total=1, file=io.StringIO()):
         ProgressLog("simple")._print("a line")
     assert calls == [("a line\n", {"end": "", "nolock": False})]
+
+
+@pytest.mark.parametrize(
+    ("speed", "shown"), [(0.0, "0"), (0.0033, "0.0033"), (0.25, "0.25"), (4570.0, "4.57k"), (1e20, "1e+20")]
+)
+def test_speeds(speed: float, shown: str) -> None:
+    """A slow one is no zero."""
+    assert _thousands(speed) == shown

@@ -90,35 +90,22 @@ def loader(number: int = 21, **options: Any) -> ResumableLoader:
     return ResumableLoader(data, batch_size=2, shuffle=True, seed=3, **options)
 
 
+# --- what is told ---
+
+
+@pytest.mark.parametrize(("own", "says"), [(120, True), (57, True), (56, False), (55, False), (0, False)])
+def test_a_replica_that_has_resumed_further_than_the_others_says_so(
+    own: int, says: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It dropped its updates for the state of those that had begun without it, and without a word. One may be their last."""
+    mine, running = (members._Participant("name", "", step, {}) for step in (own, 55))
+    members._warn_of_lost_updates(mine, running)
+    assert [f"resumed after update {own}, and takes over the state after 55" in line for line in caplog.messages] == [
+        True
+    ] * says
+
+
 # --- what is refused ---
-
-
-@pytest.mark.parametrize(("own", "others", "is_refused"), [(120, 55, True), (56, 55, False), (55, 55, False), (0, 55, False)])
-def test_a_replica_that_has_resumed_further_than_the_others_train_is_refused(own: int, others: int, is_refused: bool) -> None:
-    """It took their state over without a word, and the updates of its checkpoint were lost; one may be of its last group."""
-
-    def participant(name: str, step: int, *, is_new: bool) -> members._Participant:
-        data = {"history": "", "is_new": is_new, "has_parted": False, "num_ranks": 1}
-        return members._Participant(name, "", step, data)
-
-    mine, running = participant("mine", own, is_new=True), participant("running", others, is_new=False)
-    here, there = members.Members("http://127.0.0.1:1"), members.Members("http://127.0.0.1:1")
-    if is_refused:
-        with pytest.raises(ValueError, match="ahead of those that train, got update 120 here and 55 there"):
-            here._check_places([mine, running], mine, running)
-        with pytest.raises(MembersChangedError):
-            there._check_places([mine, running], running, running)
-        return
-    here._check_places([mine, running], mine, running)
-    there._check_places([mine, running], running, running)
-
-
-def test_replicas_that_begin_together_take_the_state_of_the_furthest() -> None:
-    """However far apart they are."""
-    data = {"history": "", "is_new": True, "has_parted": False, "num_ranks": 1}
-    first, second = (members._Participant(str(step), "", step, data) for step in (0, 120))
-    assert members._newest([first, second]) == 1
-    members.Members("http://127.0.0.1:1")._check_places([first, second], first, second)
 
 
 def test_a_trainer_without_torchft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
