@@ -1157,7 +1157,13 @@ def test_a_line_is_written_under_the_lock_of_bars_that_a_script_has_shown(monkey
 
 
 @pytest.mark.parametrize(
-    ("speed", "shown"), [(0.0, "0"), (0.0033, "0.0033"), (0.25, "0.25"), (4570.0, "4.57k"), (1e20, "1e+20")]
+    ("speed", "shown"),
+    [
+        (0.0, "0"),
+        (0.0033, "0.0033"),
+        (0.25, "0.25"),
+        (4570.0, "4.57k"),
+    ],
 )
 def test_speeds(speed: float, shown: str) -> None:
     """A slow one is no zero."""
