@@ -296,7 +296,8 @@ class DataPosition:
             if has_begun:
                 self._stateful.load_state_dict(copy.deepcopy(saved["loader"]))
             else:
-                self._go_past(saved["loader"])
+                was_cut = saved.get("micro_batches", 0) > 0 and not saved["exhausted"]
+                self._go_past(saved["loader"], was_cut=was_cut)
             restore_random_state(before)
         elif self._stateful is not None and saved.get("loader") is not None and not same_ranks and collectives.is_main_rank():
             _logger.warning(
@@ -311,17 +312,17 @@ class DataPosition:
             own, self._own_after = saved["opening"]["own"], own
         self._set_own_generators(own)
 
-    def _go_past(self, state: Any) -> None:
+    def _go_past(self, state: Any, *, was_cut: bool = False) -> None:
         """Puts the loader back to the end of a pass, so that the next one that is opened is new.
 
         Some loaders end that pass where it is opened, and generators only where it is read. A loader that gives something then
-        has begun the next pass already, and is put back.
+        has begun the next pass already, and is put back; but not after a pass that `terminate_epoch` `was_cut`, which goes on.
         """
         assert self._stateful is not None  # noqa: S101  # there is its state
         for reads in (False,) if isinstance(self._loader, Iterator) else (True, False):  # an iterator has one pass
             self._stateful.load_state_dict(copy.deepcopy(state))
             opened = open_loader(self._loader)
-            if not reads or next(opened, self) is self:
+            if not reads or next(opened, self) is self or was_cut:
                 return
             del opened  # which ends a generator, before the state is loaded again
 

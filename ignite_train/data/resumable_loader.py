@@ -256,7 +256,10 @@ class _KeyBatches(Sampler[list[tuple[int, int]]]):
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch = self._batches.epoch
-        return ([(epoch, index) for index in batch] for batch in iter(self._batches))
+        for (
+            batch
+        ) in self._batches:  # in a generator: torch asks for a second iterator where it has workers, and drops the first
+            yield [(epoch, index) for index in batch]
 
 
 class _Turn:

@@ -288,3 +288,13 @@ def test_two_ranks_then_one_then_two_are_one_run(tmp_path):
 
     assert [sorted(update) for update in updates] == [sorted(update) for update in seen]
     assert outcomes[0][1] == pytest.approx(expected, rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_pass_begins_where_it_was_sought_whatever_the_workers(workers: int) -> None:
+    """Torch asks a sampler for two iterators where it has workers; the second began at the start, in each resumed run."""
+    loader = ResumableLoader(torch.arange(len(LENGTHS)), batches=budget(), num_workers=workers)
+    loader.set_epoch(1)
+    whole = [batch.tolist() for batch in loader]
+    loader.seek(4)
+    assert [batch.tolist() for batch in loader] == whole[4:]
