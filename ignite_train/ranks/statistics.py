@@ -389,6 +389,10 @@ class Statistics:
         """The sum of the lengths that the ranks have sent, if all have sent as much as this one."""
         return (vector.numel() + self._num_beside) * self.ranks.size
 
+    def forget_names(self) -> None:
+        """Has the names of the logs agreed again, as where a member comes that does not know them."""
+        self._names, self._has_weights = (), False
+
     def _exchange_names(self) -> None:
         """A log has a name that some rank did not know: all ranks learn it, and repeat the reduction. Collective."""
         known = self.ranks.gather_objects(sorted({*self._names, *self._logs}))

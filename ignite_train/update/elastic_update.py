@@ -54,6 +54,7 @@ class ElasticUpdate(Update):
             trainer.on_exit[:] = [*(one for one in trainer.on_exit if one is not save_last), save_last]  # after all others
             _refuse_own_groups(trainer)
             members.join(lambda: trainer.updates_done, capture, restore)
+            self.gather.statistics.forget_names()
             self._note(trainer)
             if members.is_stopped:
                 trainer.terminate(agreed=True)
@@ -103,6 +104,7 @@ class ElasticUpdate(Update):
     def _renew(self, trainer: Trainer) -> None:
         try:
             self.members.renew(lambda: trainer.updates_done)
+            self.gather.statistics.forget_names()  # which those that have come do not know
         except NoQuorumError:
             self._has_no_quorum = True
             raise
