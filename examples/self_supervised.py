@@ -16,6 +16,7 @@ import copy
 import inspect
 import math
 import os
+import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -289,7 +290,7 @@ def watch(run: Run, settings: Settings) -> None:
     TrainingMetrics().attach(run.trainer, Events.EPOCH_COMPLETED)
     ProgressLog().attach(run.trainer, Events.EPOCH_COMPLETED(every=5))
     Checkpoint(settings.log_dir, every=settings.save_every, config=asdict(settings)).attach(run.trainer)
-    StopOnSignal().attach(run.trainer)
+    StopOnSignal([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]).attach(run.trainer)  # SIGINT: of a parent that ends
 
 
 @torch.no_grad()

@@ -195,6 +195,7 @@ class Checkpoint(Handler):
         self._frozen_once, self._held = one_of("frozen", frozen, ("each", "once")) == "once", HeldState()
         self._is_attached = self._is_running = self._has_warned = False
         self._untried_until = math.inf  # the number of steps after which the state is tried once more
+        self._ending: tuple[Any, Any] = None, None  # the latest state of a run that ends: its moment and contents
         self._facts: dict[str, Any] | None = None  # what each manifest of the running run says of its settings
 
     def __repr__(self) -> str:
@@ -479,7 +480,7 @@ class Checkpoint(Handler):
             self.saver.wait(is_last=True)
 
     def _stop(self) -> None:
-        self._is_running, self._facts = False, None
+        self._is_running, self._facts, self._ending = False, None, (None, None)
 
     def _abandon(self, _error: BaseException) -> None:
         self.saver.abandon(_PATIENCE_SECONDS)
@@ -508,7 +509,7 @@ class Checkpoint(Handler):
     # --- saving -----------------------------------------------------------------------------------------------------------
 
     def _save(self, *, is_last: bool = False) -> None:
-        started, run = time.monotonic(), self._run
+        started, run, moment = time.monotonic(), self._run, self._moment(is_last=is_last)
         with run.trainer.section("checkpoint"), paused_collection():
             for trainer in run.each_trainer:
                 if not trainer.replicas.have_own_weights:
@@ -518,8 +519,12 @@ class Checkpoint(Handler):
                     )
                 trainer.verify_ranks()  # a state on which the ranks do not agree must not be saved
             manifest = self._manifest()
-            self.saver.save(capture(run, self._held), manifest, is_last=is_last)
-        self.cadence.note_save(self._moment(is_last=is_last), manifest.score, started)
+            # A score that is found after TERMINATE does not bring in what handlers of COMPLETED have changed.
+            has_score = self._ending[0] == moment and not self.cadence.is_requested
+            contents = self._ending[1] if has_score else capture(run, self._held)
+            self.saver.save(contents, manifest, is_last=is_last)
+        self._ending = (moment, contents) if is_last and self._is_running else (None, None)
+        self.cadence.note_save(moment, manifest.score, started)
         self.held_seconds = time.monotonic() - started
 
     def _warn_of_traces(self) -> None:

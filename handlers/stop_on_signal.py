@@ -48,6 +48,9 @@ class StopOnSignal(Handler):
     stays, and has the signal for itself, unless it calls the one that was there. If several trainers are running, as for a GAN,
     a signal asks each trainer with a StopOnSignal of its own to stop.
 
+    Ranks that a script has started itself, as `idist.Parallel(nproc_per_node=...)` does, get SIGINT when a signal ends it:
+    name it among `signals` there.
+
     Python handles signals in the main thread only. Where `run` is called in another one, as Ray Train does, this handler warns
     once that it listens to nothing, and the run continues. Such an engine ends its processes itself; a `Checkpoint` resumes.
 

@@ -55,7 +55,7 @@ class Cadence(Piggyback):
         self.best: list[tuple[int, float]] = []
         self.awaited: int | None = None
         self._score: tuple[int, float | None] = (-1, None)  # the update of the latest evaluation, and what it found
-        self._is_requested = False
+        self.is_requested = False
         self._last_save = time.monotonic()
         self._saved_moment: Any = None
 
@@ -67,17 +67,17 @@ class Cadence(Piggyback):
 
     def is_due_after_update(self, update: int) -> bool:
         """Whether to save now that this update is done."""
-        return self._is_requested or self.awaited is not None or (self.every is not None and update % self.every == 0)
+        return self.is_requested or self.awaited is not None or (self.every is not None and update % self.every == 0)
 
     def is_due_after_epoch(self, epoch: int) -> bool:
         """Whether to save now that this epoch is done."""
         return (
-            self._is_requested or self.awaited is not None or (self.every_epochs is not None and epoch % self.every_epochs == 0)
+            self.is_requested or self.awaited is not None or (self.every_epochs is not None and epoch % self.every_epochs == 0)
         )
 
     def is_due_at_end(self, moment: Any) -> bool:
         """Whether the last state of a run is not saved yet; `moment` is what `note_save` would be given."""
-        return self._is_requested or self.awaited is not None or self._saved_moment != moment
+        return self.is_requested or self.awaited is not None or self._saved_moment != moment
 
     # --- what decides it --------------------------------------------------------------------------------------------------
 
@@ -87,12 +87,12 @@ class Cadence(Piggyback):
         Args:
             best: of the checkpoints in the directory, also of those that a run has written before a rewind.
         """
-        self._last_save, self._is_requested, self.best = time.monotonic(), False, best
+        self._last_save, self.is_requested, self.best = time.monotonic(), False, best
         self._saved_moment = None  # the run before may have come as far with another state
 
     def request(self) -> None:
         """Save at the end of the running update or epoch."""
-        self._is_requested = True
+        self.is_requested = True
 
     def note_save(self, moment: Any, score: float | None, started: float) -> None:
         """The run is saved: nothing is due until the next interval is over.
@@ -102,7 +102,7 @@ class Cadence(Piggyback):
             score: of the parameters that are saved; None if they were not evaluated.
             started: when the save began, by `time.monotonic`.
         """
-        self._saved_moment, self._is_requested, self._last_save = moment, False, started
+        self._saved_moment, self.is_requested, self._last_save = moment, False, started
         self.awaited = None
         if score is not None:  # not before: the parameters may have moved between an evaluation and the save
             self.best = self._retention.best_of([*self.best, (self._score[0], score)])
@@ -134,4 +134,4 @@ class Cadence(Piggyback):
 
     def on_reduced(self, sums: list[float]) -> None:
         """See `Piggyback`."""
-        self._is_requested = self._is_requested or sums[0] > 0
+        self.is_requested = self.is_requested or sums[0] > 0

@@ -16,15 +16,24 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 import cuts
 import small_checkpoints
 from bits import bit_by_bit
-from ignite_train import CheckpointError, TrainEvents, UpdateOptions, create_evaluator, create_trainer
+from ignite_train import (
+    CheckpointError,
+    ForwardOutput,
+    ResumableLoader,
+    TrainEvents,
+    UpdateOptions,
+    create_evaluator,
+    create_trainer,
+)
 from ignite_train.checkpoint import best, find
 from ignite_train.checkpoint.capture import plain_config
 from ignite_train.checkpoint.directory import CheckpointDirectory, commit
-from ignite_train.handlers import Checkpoint, EarlyStopping, Validation
+from ignite_train.handlers import Checkpoint, EarlyStopping, TrainingMetrics, Validation
 from ignite_train.ranks import collectives
 from ignite_train.tools.checkpoint_command import checkpoint_command as main
 from ranks import run_ranks
@@ -499,3 +508,38 @@ def test_two_ranks_load_their_shards(tmp_path: Path) -> None:
     first, second = run_ranks(_on_this_rank, str(tmp_path))
     assert first == second
     assert first[:2] == ("update-00000002", True)
+
+
+def _stopped(directory: Path, stop: int | None) -> Any:
+    """A run with dropout that validates at its ends too; the weights, and the loss of each epoch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+    x = torch.randn(64, 3, generator=torch.Generator().manual_seed(1))
+
+    def forward(model: nn.Module, x: torch.Tensor) -> ForwardOutput:
+        return ForwardOutput((model(x) - x.sum(1, keepdim=True)).square().sum(), len(x))
+
+    trainer = create_trainer(model, torch.optim.AdamW(model.parameters(), lr=0.01), forward)
+    evaluator, losses = create_evaluator(model, forward), dict[int, float]()
+    held_out: Any = DataLoader(x[:16], batch_size=8)  # type: ignore[arg-type]  # its passes draw from torch's generator
+    Validation(evaluator, held_out).attach(trainer, Events.EPOCH_COMPLETED | Events.COMPLETED)
+    TrainingMetrics(memory=False).attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.add_event_handler(
+        Events.EPOCH_COMPLETED, lambda: losses.update({trainer.state.epoch: trainer.state.metrics["loss"]})
+    )
+    Checkpoint(directory, every=1000, score="loss").attach(trainer, evaluator=evaluator)
+    if stop is not None:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop), lambda: trainer.terminate())
+    trainer.run(ResumableLoader(x, batch_size=8, shuffle=True), max_epochs=3)  # type: ignore[arg-type]
+    return bit_by_bit(model.state_dict()), losses
+
+
+@pytest.mark.parametrize("stop", [3, 11, 19])
+def test_a_run_that_was_stopped_and_validated_for_the_best_continues_bitwise(stop: int, tmp_path: Path) -> None:
+    """The save for the score replaced that of TERMINATE by one after COMPLETED, with other random numbers and open epochs."""
+    weights, losses = _stopped(tmp_path / "whole", None)
+    _stopped(tmp_path / "stopped", stop)
+    assert len(scores_in(tmp_path / "stopped")) == 1 or stop > 8
+    resumed, later = _stopped(tmp_path / "stopped", None)
+    assert resumed == weights
+    assert later == {epoch: loss for epoch, loss in losses.items() if epoch > stop // 8}
