@@ -316,7 +316,7 @@ class DataPosition:
         """Puts the loader back to the end of a pass, so that the next one that is opened is new.
 
         Some loaders end that pass where it is opened, and generators only where it is read. A loader that gives something then
-        has begun the next pass already, and is put back; but not after a pass that `terminate_epoch` `was_cut`: its rest is left.
+        has begun the next pass already, and is put back; but not where `terminate_epoch` has cut the pass: its rest is left.
         """
         assert self._stateful is not None  # noqa: S101  # there is its state
         for reads in (False,) if isinstance(self._loader, Iterator) else (True, False):  # an iterator has one pass
