@@ -296,8 +296,7 @@ class DataPosition:
             if has_begun:
                 self._stateful.load_state_dict(copy.deepcopy(saved["loader"]))
             else:
-                was_cut = saved.get("micro_batches", 0) > 0 and not saved["exhausted"]
-                self._go_past(saved["loader"], was_cut=was_cut)
+                self._go_past(saved["loader"])
             restore_random_state(before)
         elif self._stateful is not None and saved.get("loader") is not None and not same_ranks and collectives.is_main_rank():
             _logger.warning(
@@ -312,17 +311,17 @@ class DataPosition:
             own, self._own_after = saved["opening"]["own"], own
         self._set_own_generators(own)
 
-    def _go_past(self, state: Any, *, was_cut: bool = False) -> None:
+    def _go_past(self, state: Any) -> None:
         """Puts the loader back to the end of a pass, so that the next one that is opened is new.
 
         Some loaders end that pass where it is opened, and generators only where it is read. A loader that gives something then
-        has begun the next pass already, and is put back; but not where `terminate_epoch` has cut the pass: its rest is left.
+        has begun the next pass already, and is put back.
         """
         assert self._stateful is not None  # noqa: S101  # there is its state
         for reads in (False,) if isinstance(self._loader, Iterator) else (True, False):  # an iterator has one pass
             self._stateful.load_state_dict(copy.deepcopy(state))
             opened = open_loader(self._loader)
-            if not reads or next(opened, self) is self or was_cut:
+            if not reads or next(opened, self) is self:
                 return
             del opened  # which ends a generator, before the state is loaded again
 

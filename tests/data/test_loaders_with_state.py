@@ -9,7 +9,6 @@ from typing import Any
 import ignite.distributed as idist
 import pytest
 import torch
-from ignite.engine import Events
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
@@ -335,45 +334,3 @@ def test_on_two_ranks_an_epoch_that_was_done_is_not_repeated(kind: str, tmp_path
     """Each rank reads one micro-batch ahead there, so it knows the end of a pass by then."""
     each = [[0, 1], [2, 3], [4, 5], [1], [0, 1], [2, 3], [2]]
     assert run_ranks(stopped_at_the_end_of_an_epoch, tmp_path, kind) == [each, each]
-
-
-class Counts:
-    """A loader of eight micro-batches with a state, which begins each pass that was not loaded at its start."""
-
-    def __init__(self) -> None:
-        self.at, self.is_loaded = 0, False
-
-    def __iter__(self) -> Iterator[Tensor]:
-        self.at, self.is_loaded = self.at if self.is_loaded else 0, False
-        while self.at < 8:
-            self.at += 1
-            yield torch.full((2, 3), float(self.at - 1))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.at, self.is_loaded = state_dict["at"], True
-
-
-def _cut(directory: Path, *, stops: bool) -> list[tuple[int, float]]:
-    """Two epochs, the first of which is ended after three of its eight updates; the updates and what they had."""
-    model = nn.Linear(3, 1)
-    trainer = create_trainer(
-        model, torch.optim.SGD(model.parameters(), lr=1e-3), lambda model, x: ForwardOutput(model(x).square().sum(), len(x))
-    )
-    seen: list[tuple[int, float]] = []
-    trainer.on(Events.ITERATION_COMPLETED)(lambda: seen.append((trainer.state.iteration, trainer.state.batch[0][0, 0].item())))
-    trainer.on(Events.ITERATION_COMPLETED(once=3))(trainer.terminate_epoch)
-    if stops:
-        trainer.on(Events.EPOCH_COMPLETED(once=1))(lambda: trainer.terminate())
-    Checkpoint(directory).attach(trainer)
-    trainer.run(Counts(), max_epochs=2)
-    return seen
-
-
-def test_after_an_epoch_that_was_ended_a_resumed_run_begins_a_new_pass(tmp_path: Path) -> None:
-    """It read the rest of the pass that had been broken off."""
-    whole = _cut(tmp_path / "whole", stops=False)
-    assert [number for _, number in whole] == [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7]
-    assert _cut(tmp_path / "stopped", stops=True) + _cut(tmp_path / "stopped", stops=False) == whole
