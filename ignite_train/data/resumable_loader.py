@@ -256,9 +256,8 @@ class _KeyBatches(Sampler[list[tuple[int, int]]]):
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch = self._batches.epoch
-        for (
-            batch
-        ) in self._batches:  # in a generator: torch asks for a second iterator where it has workers, and drops the first
+        # A generator, since torch asks for two iterators where it has workers, and drops the first.
+        for batch in self._batches:
             yield [(epoch, index) for index in batch]
 
 

@@ -600,9 +600,9 @@ def _warn_of_lost_updates(mine: _Participant, newest: _Participant) -> None:
     """Where a replica has come too late to give the others its state, which is further by more than their last update."""
     if mine.step > newest.step + 1 and collectives.is_main_rank():
         _logger.warning(
-            f"this replica has resumed after update {mine.step}, and takes over the state after {newest.step} from those "
-            "that train, which began without it and make the others again; with --min-replicas as many as there are, all begin "
-            "together"
+            f"this replica has resumed after update {mine.step}, and takes over the state after {newest.step} from those that "
+            "train, which began without it: the updates between are made again; with --min-replicas as many as there are, all "
+            "begin together, from the furthest"
         )
 
 
