@@ -137,8 +137,7 @@ def _watched(loader: Any) -> tuple[Any, _Indices | None]:
 
 def _left_out(loader: Any) -> ValueError | None:
     """The error of a loader that drops some of the last samples: later rows would stand in their places."""
-    samplers: Iterator[Any] = samplers_of(loader) if isinstance(loader, DataLoader) else iter(())
-    dealt = (one for one in samplers if type(one) is DistributedSampler and one.drop_last)
+    dealt = (one for one in samplers_of(loader) if type(one) is DistributedSampler and one.drop_last)
     if any((length_of(one.dataset) or 0) % one.num_replicas for one in dealt):
         return ValueError("loader must give all samples, got a DistributedSampler with drop_last=True; use ShardedSampler")
     batches = loader.batch_sampler if isinstance(loader, DataLoader) else None

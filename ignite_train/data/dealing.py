@@ -131,7 +131,10 @@ class DealtSampler(Sampler[T]):
         return len(self._positions())
 
     def begin_pass(self) -> range:
-        """The positions of this rank's entries in a pass that begins; the pass after it starts at the first entry again."""
+        """The positions of this rank's entries in a pass that begins; the pass after it starts at the first entry again.
+
+        Call it in a generator: where torch has workers it asks a sampler for two iterators, and drops the first unread.
+        """
         positions, self._start = self._positions(), 0
         return positions
 

@@ -159,10 +159,9 @@ def attributes_of_samplers(loader: Iterable[Any]) -> dict[str, Any]:
 
     Such a sampler may count its passes, or shuffle the order that the pass before has left.
     """
-    samplers = samplers_of(loader) if isinstance(loader, DataLoader) else iter(())
     found = {
         f"{type(sampler).__name__}.{name}": _short(value)
-        for sampler in samplers
+        for sampler in samplers_of(loader)
         if type(sampler).__module__.partition(".")[0] not in _KNOWN and not isinstance(sampler, HasEpoch)
         for name, value in _variables(sampler).items()
     }

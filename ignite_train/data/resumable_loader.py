@@ -256,7 +256,6 @@ class _KeyBatches(Sampler[list[tuple[int, int]]]):
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch = self._batches.epoch
-        # A generator, since torch asks for two iterators where it has workers, and drops the first.
         for batch in self._batches:
             yield [(epoch, index) for index in batch]
 

@@ -44,11 +44,13 @@ def set_epoch(loader: Iterable[Any], epoch: int) -> None:
             owner.set_epoch(epoch)
 
 
-def samplers_of(loader: DataLoader[Any]) -> Iterator[Any]:
-    """The samplers of `loader`, each once; also the one from which its `batch_sampler` takes the indices.
+def samplers_of(loader: Iterable[Any]) -> Iterator[Any]:
+    """The samplers of a DataLoader, each once; also the one from which its `batch_sampler` takes the indices. Else none.
 
     Where `batch_sampler` is given to a DataLoader, its attribute `sampler` is another one, which is not used.
     """
+    if not isinstance(loader, DataLoader):
+        return
     batch_sampler: Any = loader.batch_sampler
     yield loader.sampler
     if batch_sampler is not None:
@@ -117,7 +119,7 @@ class ShardedSampler(DealtSampler[int]):
     def __iter__(self) -> Iterator[int]:
         refuse_other_length(self._length_now(), self.num_entries)
         positions = self.begin_pass()
-        return chain.from_iterable(_chunks(positions, self._order_of_epoch())) if self._shuffle else iter(positions)
+        yield from chain.from_iterable(_chunks(positions, self._order_of_epoch())) if self._shuffle else positions
 
     def _order_of_epoch(self) -> Order:
         """The order that `epoch` chooses; the same on all ranks."""

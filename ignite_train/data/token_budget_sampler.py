@@ -121,7 +121,7 @@ class TokenBudgetSampler(DealtSampler[list[int]]):
         return f"{type(self).__name__}({batches}, shuffle={self._shuffle}, seed={self._seed}, {rank})"
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._batches(self.begin_pass(), self.epoch)
+        yield from self._batches(self.begin_pass(), self.epoch)
 
     def _batches(self, positions: range, epoch: int) -> Iterator[list[int]]:
         """The batches at these positions of the epoch. What comes before them is not computed."""

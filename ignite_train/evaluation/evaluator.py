@@ -15,7 +15,6 @@ import torch
 from ignite.engine import Engine, Events
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from ignite_train.arguments import describe, one_of, positive_int
@@ -332,8 +331,7 @@ def _forward(engine: Evaluator, micro_batch: Any) -> ForwardOutput:
 
 
 def _refuse_padding(data: Iterable[Any]) -> None:
-    samplers: Iterable[Any] = samplers_of(data) if isinstance(data, DataLoader) else ()
-    for sampler in samplers:
+    for sampler in samplers_of(data):
         if not isinstance(sampler, DistributedSampler):
             continue
         surplus = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]

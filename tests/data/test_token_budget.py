@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
+from torch.utils.data import DataLoader
 
 from ignite_train import ForwardOutput, ResumableLoader, ShardedSampler, TokenBudgetSampler, UpdateOptions, create_trainer
 from ignite_train.data.epoch_order import KeyedPermutation
@@ -297,4 +298,17 @@ def test_a_pass_begins_where_it_was_sought_whatever_the_workers(workers: int) ->
     loader.set_epoch(1)
     whole = [batch.tolist() for batch in loader]
     loader.seek(4)
+    assert [batch.tolist() for batch in loader] == whole[4:]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", ["samples", "batches"])
+def test_so_does_that_of_a_sampler_in_a_plain_loader(kind: str, workers: int) -> None:
+    """Where torch's own BatchSampler does not stand between them."""
+    sampler: Any = budget() if kind == "batches" else ShardedSampler(LENGTHS, shuffle=True)
+    given: Any = {"batch_sampler": sampler} if kind == "batches" else {"sampler": sampler, "batch_size": None}
+    loader = DataLoader(torch.arange(len(LENGTHS)), num_workers=workers, **given)  # type: ignore[arg-type]
+    whole = [batch.tolist() for batch in loader]
+    sampler.seek(4)
+    sampler.set_epoch(0)
     assert [batch.tolist() for batch in loader] == whole[4:]
