@@ -24,7 +24,7 @@ def warn_of_idle_run(trainer: Trainer) -> Trainer:
     """Has `trainer` say what is in vain.
 
     When the first epoch starts, that is a process which torchrun has started beside others and which trains alone, and a
-    handler that looks at an evaluator which no handler runs; at the end of a run, one of which all updates were skipped, and a
+    handler that looks at an evaluator which no handler runs. When a run ends, it is a run whose updates were all skipped, and a
     handler that was made and not attached, which is named once.
     """
 

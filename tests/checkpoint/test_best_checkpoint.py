@@ -536,7 +536,7 @@ def _stopped(directory: Path, stop: int | None) -> Any:
 
 @pytest.mark.parametrize("stop", [3, 11, 19])
 def test_a_run_that_was_stopped_and_validated_for_the_best_continues_bitwise(stop: int, tmp_path: Path) -> None:
-    """The save for the score replaced that of TERMINATE by one after COMPLETED, with other random numbers and open epochs."""
+    """The save for the score replaced the save at TERMINATE, and had the random numbers and intervals after COMPLETED."""
     weights, losses = _stopped(tmp_path / "whole", None)
     _stopped(tmp_path / "stopped", stop)
     assert len(scores_in(tmp_path / "stopped")) == 1 or stop > 8

@@ -1166,5 +1166,5 @@ def test_a_line_is_written_under_the_lock_of_bars_that_a_script_has_shown(monkey
     ],
 )
 def test_speeds(speed: float, shown: str) -> None:
-    """A slow one is no zero."""
+    """A low speed is not shown as 0."""
     assert _thousands(speed) == shown

@@ -97,7 +97,7 @@ def loader(number: int = 21, **options: Any) -> ResumableLoader:
 def test_a_replica_that_has_resumed_further_than_the_others_says_so(
     own: int, says: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It dropped its updates for the state of those that had begun without it, and without a word. One may be their last."""
+    """It dropped its updates without a word, as the other replicas had begun without it. A single update may be their last."""
     mine, running = (members._Participant("name", "", step, {}) for step in (own, 55))
     members._warn_of_lost_updates(mine, running)
     assert [f"resumed after update {own}, and takes over the state after 55" in line for line in caplog.messages] == [
