@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import inspect
 import logging
 import os
 import signal
@@ -29,6 +30,7 @@ _SAME_REQUEST_SECONDS = 2.0  # the scheduler and the launcher may both send it, 
 _PATIENCE_SECONDS = 2.0  # for the thread to end
 _OVER = 0  # no signal has this number
 _TOLD = 0x80  # more than the number of any signal
+_LOADERS = "torch.utils.data.", "torchdata."
 _SIGNALS = tuple(number for number in signal.Signals if number.name in ("SIGTERM", "SIGUSR1"))
 
 
@@ -47,6 +49,9 @@ class StopOnSignal(Handler):
     also after an exception, and in processes that are forked meanwhile. A handler that something else installs in between
     stays, and has the signal for itself, unless it calls the one that was there. If several trainers are running, as for a GAN,
     a signal asks each trainer with a StopOnSignal of its own to stop.
+
+    Workers of loaders that are forked during a run have a process group of their own, and ignore `signals`, so that the run
+    can end its update when a signal is sent to all processes. SIGTERM that is sent to a worker itself ends it.
 
     Ranks that a script has started itself, as `idist.Parallel(nproc_per_node=...)` does, get SIGINT when a signal ends it:
     name it among `signals` there.
@@ -245,9 +250,26 @@ def _receive(number: int, _frame: FrameType | None) -> None:
 
 
 def _forget_in_child() -> None:
-    """Without this a forked process would pass its signals on to this one, through the file descriptor that both have."""
+    """Without this a forked process would pass its signals on to this one, through the file descriptor that both have.
+
+    The run needs the worker of a loader until its last update, so the worker is spared what is sent to all processes: torchrun
+    and terminals send it to the process group. torch handles SIGTERM in workers, which is how it ends them.
+    """
+    requests = {number for handler in _listening for number in handler._requests}
     for handler in _listening[::-1]:
         handler._restore()
+    if requests and _is_in_a_loader():
+        os.setpgid(0, 0)
+        for number in requests - {signal.SIGTERM}:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _is_in_a_loader() -> bool:
+    """Whether a loader of torch or torchdata has called this function, as it has where it starts a worker."""
+    frame = inspect.currentframe()
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith(_LOADERS):
+        frame = frame.f_back
+    return frame is not None
 
 
 if sys.platform != "win32":

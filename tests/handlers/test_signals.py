@@ -244,6 +244,64 @@ def test_a_forked_process_is_on_its_own(tmp_path: Path) -> None:
         assert "SIGTERM" not in group.stderr(0)
 
 
+class Endless(torch.utils.data.Dataset[Any]):
+    """The same samples again and again."""
+
+    samples = cuts.samples()
+
+    def __len__(self) -> int:
+        return 64_000_000
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(part[index % len(part)] for part in self.samples)
+
+
+def say(line: str) -> None:
+    """Tells the process that started this one."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def train_with_workers(name: str, persistent: bool) -> None:
+    """Runs for minutes, if nobody stops it, and prints when it trains and how it ended."""
+    # The update that a signal meets still needs its workers, which have 4 micro-batches ready.
+    trainer, stop = make("auto", accumulation_steps=64), StopOnSignal([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+    stop.attach(trainer)
+    kind: Any = {"torch": torch.utils.data.DataLoader, "ignite_train": ignite_train.ResumableLoader}[name]
+    loader = kind(Endless(), batch_size=1, shuffle=False, num_workers=2, persistent_workers=persistent)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: say("trains"))
+    trainer.run(loader, max_epochs=1)
+    say(f"received {stop.received}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "name", "persistent"),
+    [
+        (signal.SIGTERM, "torch", False),
+        (signal.SIGTERM, "ignite_train", True),
+        (signal.SIGUSR1, "torch", True),
+        (signal.SIGINT, "torch", True),
+    ],
+)
+def test_a_signal_to_the_group_leaves_the_workers(number: signal.Signals, name: str, persistent: bool) -> None:
+    """As torchrun and terminals send it: the update is completed with what the workers give, and the run returns."""
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; import test_signals; test_signals.train_with_workers({name!r}, {persistent})"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE, text=True) as process:
+        deadline = threading.Timer(DEADLINE_SECONDS, process.kill)
+        deadline.start()
+        try:
+            assert process.stdout is not None
+            assert "trains\n" in iter(process.stdout.readline, "")
+            os.killpg(process.pid, number)
+            assert (process.stdout.read(), process.wait()) == (f"received {int(number)}\n", 0)
+        finally:
+            deadline.cancel()
+            process.kill()
+
+
 # --- two processes ---
 
 
