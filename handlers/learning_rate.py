@@ -43,6 +43,10 @@ _LENGTHS: dict[type[LRScheduler], tuple[str, str]] = {
     WarmUpSchedule: ("total", "its learning rate will stay at its final value"),
 }
 """Schedules that are made for a number of steps: the option with that number, and what happens after them."""
+_REMEDY = (
+    "to begin a schedule from here, give its handler another name, as in handler.saved_as = 'second'; to keep the present "
+    "learning rate, attach none"
+)
 _BY_EPOCH = Events.EPOCH_STARTED, Events.EPOCH_COMPLETED
 _ALMOST_NOTHING = 1e-6  # of the first rate
 
@@ -163,7 +167,7 @@ class LearningRateSchedule(Handler):
                 continue
             if isinstance(scheduler, OneCycleLR) and last_step is not None:
                 _refuse_more_steps(scheduler, last_step)
-            _warn_of_the_end(scheduler, num_skipped)
+            _warn_of_the_end(scheduler, num_skipped, last_step)
 
     def _steps_to_come(self, trainer: Trainer) -> int | None:
         """How often the rest of the run steps the schedule, if no update is skipped; None where that cannot be known."""
@@ -194,21 +198,21 @@ def _refuse_more_steps(scheduler: OneCycleLR, last_step: int) -> None:
         place = f"step {scheduler.last_epoch} of total_steps={scheduler.total_steps}"
         raise ValueError(
             f"OneCycleLR is at {place} and will be at step {last_step} at the end of this run: it will raise an error, and a "
-            "checkpoint restores its length; end the run earlier, leave the schedule out, or train from the beginning with a "
-            "schedule for the whole length"
+            f"checkpoint restores its length; end the run earlier, {_REMEDY}"
         )
 
 
-def _warn_of_the_end(scheduler: LRScheduler, num_skipped: int) -> None:
-    """Warns what a schedule does after its last step, if a finished run continues there."""
+def _warn_of_the_end(scheduler: LRScheduler, num_skipped: int, last_step: int | None) -> None:
+    """Warns what a schedule does after its last step, if a run continues there, or will be beyond for half of its updates."""
     name, consequence = _LENGTHS.get(type(scheduler), ("", ""))
-    length = vars(scheduler).get(name)
-    if length is not None and length - num_skipped <= scheduler.last_epoch <= length and collectives.is_main_rank():
-        _logger.warning(
-            f"the schedule is at its end ({type(scheduler).__name__}: step {scheduler.last_epoch} of {name}={length}, "
-            f"which a checkpoint restores) and the run continues: {consequence}; leave the schedule out to keep the "
-            "present learning rate, or train from the beginning with a schedule for the whole length"
-        )
+    length, step = vars(scheduler).get(name), scheduler.last_epoch
+    if length is None or step > length or not collectives.is_main_rank():
+        return
+    where = f"({type(scheduler).__name__}: step {step} of {name}={length}, which a checkpoint restores)"
+    if length - num_skipped <= step:
+        _logger.warning(f"the schedule is at its end {where} and the run continues: {consequence}; {_REMEDY}")
+    elif last_step is not None and 2 * length <= last_step:
+        _logger.warning(f"the schedule ends early {where}, and the run at step {last_step}: then {consequence}; {_REMEDY}")
 
 
 def _compare_length(scheduler: LRScheduler, steps: int | None, trainer: Trainer, *, by_epoch: bool) -> None:

@@ -44,6 +44,7 @@ __all__ = [
 
 EVERY_RANK = ("trainer", "data", "results", "buffers", "generators")
 """The states that each rank writes, besides its handlers."""
+_ANOTHER_NAME = "give the schedule's handler another name, as in handler.saved_as = 'second': it begins over the script's lr"
 _SETTINGS = (("handlers",), ("trainer", "loss_scaling"))
 
 
@@ -136,7 +137,7 @@ class Fit:
         lines, objects, run = list[str](), self.objects, self.run
         there, here = self.description, objects.describe()
         for name in objects.optimizers:
-            lines += _option_changes(name, there["optimizers"][name]["options"], run.script(name), run.script_wins)
+            lines += _option_changes(name, there["optimizers"][name]["options"], run.script(name), run.decided(name))
         schedules = {name: schedule.state_dict() for name, schedule in objects.schedules.items() if name in self.states}
         before, now = ({name: schedule_options(each[name]) for name in schedules} for each in (self.states, schedules))
         for one in differences(before, now, same_option):
@@ -158,12 +159,14 @@ class Fit:
         return lines
 
     def _check_schedule(self, name: str, schedule: LRScheduler) -> None:
-        handler, run = name.partition("/")[2], self.run
+        run = self.run
         optimizers = [key for key, optimizer in self.objects.optimizers.items() if optimizer is schedule.optimizer]
         groups: list[Any] = [self.states[key].get("param_groups", ()) for key in optimizers]
         groups = max(*groups, schedule.optimizer.param_groups, key=len) if groups else schedule.optimizer.param_groups
         described, saved = self.description["schedules"].get(name), self.states[name]
-        remedy = f"build the one that was saved, or restart it with Checkpoint(..., leave_out=({handler!r},))"
+        remedy = "build the one that was saved"
+        # One that is left out would begin at each start, and the next checkpoint would not have its state.
+        remedy += "" if name.startswith("to_save/") else f", or {_ANOTHER_NAME}"
         refuse(self.path, f"schedule at {name!r}", schedule_problems(schedule, saved, described, groups), remedy)
         if "lr" not in run.script_wins:
             return
@@ -178,8 +181,8 @@ class Fit:
             ]
         if reasons:
             raise CheckpointError(
-                f"script_wins must not name 'lr' where {name!r} is restored: {reasons[0]}; restart it with "
-                f"leave_out=({handler!r},), or let the checkpoint win"
+                f"script_wins must not name 'lr' where {name!r} is restored: {reasons[0]}; let the checkpoint win, or "
+                f"{_ANOTHER_NAME}"
             )
 
     def _check_this_rank(self) -> None:
@@ -274,16 +277,18 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(as_bytes(here.contiguous()), as_bytes(there.contiguous()))
 
 
-def _option_changes(name: str, saved: Any, script: Sequence[Mapping[str, Any]], script_wins: Sequence[str]) -> list[str]:
+def _option_changes(
+    name: str, saved: Any, script: Sequence[Mapping[str, Any]], decided: Sequence[Mapping[str, Any]]
+) -> list[str]:
     """The options that the script sets in another way, and which of the two is used."""
     changes: dict[str, list[int]] = {}
-    pairs = [*zip(saved, map(plain_options, script), strict=False)]  # groups that are added later are equal
-    for index, (before, now) in enumerate(pairs):
+    pairs = [*zip(saved, map(plain_options, script), decided, strict=False)]  # groups that are added later are equal
+    for index, (before, now, wins) in enumerate(pairs):
         for one in differences(before, now):
             (key,) = one.path
             if not one.is_on_one_side and (key != "initial_lr" or now.get("lr") == before.get("lr")):
-                used = "the script's is used" if key in script_wins else "the checkpoint's is used; "
-                used += "" if key in script_wins else f"script_wins=({key!r},) takes the script's"
+                theirs = f"the checkpoint's is used; script_wins=({key!r},) takes the script's"
+                used = "the script's is used" if key in wins else theirs
                 changes.setdefault(f"{one.change} ({used})", []).append(index)
     everywhere = [*range(len(pairs))]
     return [f"{name}.{'' if found == everywhere else f'param_groups{found}.'}{text}" for text, found in changes.items()]

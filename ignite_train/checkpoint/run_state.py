@@ -77,6 +77,10 @@ class RunState:
         self._are_apart = world_size > 1 and "model" in reader.names(1)
         self._check_differing(reader)
         sources = self._sources(reader, source)
+        published = [name for name, entry in self._objects.own.items() if isinstance(entry, PublishedMetrics)]
+        self.fresh = [*added, *(name for name in self._objects.own if name not in sources and name not in published)]
+        begins = run.begin_schedules(self.fresh)
+        self._begins = [(schedule, schedule.state_dict()) for schedule in begins.values()]
         self._fit = Fit(
             str(reader.path), run, self._objects, {name: reader.outline(name, rank=rank) for name, rank in sources.items()}
         )
@@ -96,8 +100,6 @@ class RunState:
         known = {*everything.own, *everything.shared, *everything.trainers, *run.left_out}
         unused = [name for name in names if name.startswith(prefixes) and name not in known]
         self.unused = [name for name in unused if not name.endswith(f"/{PUBLISHED}")]  # what is shown, and not a state
-        published = [name for name, entry in self._objects.own.items() if isinstance(entry, PublishedMetrics)]
-        self.fresh = [*added, *(name for name in self._objects.own if name not in sources and name not in published)]
         self._compare_loss_scaling()
         self.changed = self._fit.changes()
         if run.drops_carried:
@@ -198,12 +200,14 @@ class RunState:
         bases = []
         for group, wins in zip(optimizer.param_groups, copy.deepcopy(decided), strict=True):
             before, rate = group.get("initial_lr", group["lr"]), group["lr"]
-            group.update({key: value for key, value in wins.items() if key in group})
+            group.update(wins)
             if schedules:
                 bases.append(group.get("initial_lr", group["lr"]))
                 group["lr"] = rate * (bases[-1] / before) if before else rate  # 0 then and now, or it had been refused
         for schedule in schedules:
             _rescale(schedule, optimizer, bases)
+        for schedule, state in self._begins:  # which a handler of STARTED or EPOCH_STARTED may have stepped
+            load_schedule(schedule, state)
         self._run.continue_with(name, self._fit.description["optimizers"][name])
 
     def _drop_carried(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import is_not
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,6 +11,7 @@ from ignite.engine import Engine
 from ignite.metrics import Metric
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ignite_train.arguments import describe, did_you_mean
 from ignite_train.checkpoint.run_objects import (
@@ -34,6 +35,8 @@ from ignite_train.trainer import Trainer
 __all__ = ["SavedRun", "checked_names", "checked_objects"]
 
 _CARRIED = "carried"  # in `leave_out`: what forward has carried on each rank, in `state.carried`
+_OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}  # options that only schedules set
+_CYCLED = {"momentum", "betas"}  # what a schedule sets too that cycles the momentum
 _LOSS_SCALING = "loss_scaling"  # in `leave_out`: the scale of the loss and the counters of its policy
 _logger = logging.getLogger(__name__)
 
@@ -81,6 +84,8 @@ class SavedRun:
         self.each_trainer = (trainer, *self.trainers.values())
         self._attached: list[Any] = []  # the engines and their handlers when `_objects` were listed
         self._objects, self.left_out = RunObjects({}, {}, trainer, {}), set[str]()
+        self._schedules: dict[str, LRScheduler] = {}  # those that are left out too
+        self._begun: set[str] = set()  # the optimizers whose rates schedules set from their beginning in a resumed run
         self._script: dict[str, list[dict[str, Any]]] = {}  # options of each optimizer, as the script has set them
         self.in_effect: dict[str, list[dict[str, Any]]] = {}
         self._warned: set[str] = set()
@@ -139,6 +144,7 @@ class SavedRun:
                 (shared if is_shared else own)[name] = entry
         shared = {name: _saved(entry) for name, entry in _with_inner(shared, listed).items()}
         objects = RunObjects(shared, own, self.trainer, self.trainers)
+        self._schedules = objects.schedules
         self.left_out = {name for name in objects.handlers() if name.partition("/")[2] in self.leave_out}
         return objects.without(self.left_out)
 
@@ -189,10 +195,44 @@ class SavedRun:
         """The options of each group of an optimizer, as the script has set them."""
         return self._script[name]
 
+    def begin_schedules(self, fresh: Collection[str]) -> dict[str, LRScheduler]:
+        """Notes which optimizers have the script's rates in a resumed run, since no schedule over them is restored.
+
+        A schedule that begins has set the rates when the script made it, and computes those that follow from them.
+
+        Args:
+            fresh: names of objects that start from the beginning.
+
+        Returns:
+            The schedules that begin, by their names.
+        """
+        names = {name: self._optimizers_of(schedule) for name, schedule in self._schedules.items()}
+        restored = {one for name, found in names.items() if name not in {*fresh, *self.left_out} for one in found}
+        begins = {name: found for name, found in names.items() if found and not found & restored}
+        self._begun = {one for found in begins.values() for one in found}
+        return {name: self._schedules[name] for name in begins}
+
+    def _optimizers_of(self, schedule: LRScheduler) -> set[str]:
+        """The names of the optimizers whose rates a schedule computes; one that waits for a score only lowers what it finds."""
+        if isinstance(schedule, ReduceLROnPlateau):
+            return set()
+        groups = [*map(id, schedule.optimizer.param_groups)]
+        optimizers = self.objects().optimizers
+        return {name for name, one in optimizers.items() if any(id(group) in groups for group in one.param_groups)}
+
+    def wins(self, name: str) -> set[str]:
+        """The names of the options of an optimizer that the script decides."""
+        is_over_lr = "lr" in self.script_wins
+        of_schedules = {"lr", *_OF_SCHEDULES} if name in self._begun else {"initial_lr"} if is_over_lr else set[str]()
+        return {*self.script_wins, *of_schedules}
+
     def decided(self, name: str) -> list[dict[str, Any]]:
         """The options of each group of an optimizer that the script decides."""
-        wins = {*self.script_wins, *(["initial_lr"] if "lr" in self.script_wins else [])}
-        return [{key: value for key, value in group.items() if key in wins} for group in self._script.get(name, ())]
+        decided, wins = list[dict[str, Any]](), self.wins(name)
+        for group in self._script.get(name, ()):
+            cycled = _CYCLED if name in self._begun and "max_momentum" in group else set[str]()
+            decided.append({key: value for key, value in group.items() if key in wins | cycled})
+        return decided
 
     def continue_with(self, name: str, description: Mapping[str, Any]) -> None:
         """Notes that the options of a checkpoint are in effect, except for those that the script decides.

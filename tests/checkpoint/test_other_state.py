@@ -40,6 +40,7 @@ from ignite_train import (
     TrainEvents,
     UpdateOptions,
     UpdateOutput,
+    WarmUpSchedule,
     create_evaluator,
     create_trainer,
 )
@@ -817,6 +818,111 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+BEGUN: dict[str, Callable[[Any], Any]] = {
+    **SCHEDULES,
+    "warm-up": lambda o: schedulers.LinearLR(o, 0.1, total_iters=4),
+    "one cycle": lambda o: schedulers.OneCycleLR(o, 0.01, total_steps=20),
+    "cyclic": lambda o: schedulers.CyclicLR(o, 0.001, 0.01, step_size_up=3),
+    "warm-up of ours": lambda o: WarmUpSchedule(o, "cosine", warm_up=3, total=12),
+}
+
+
+def begun(directory: Path, make: Callable[[Any], Any] | None, updates: int, name: str = "", **options: Any) -> list[Any]:
+    """Trains with a schedule; the rate and the momentum of each update of this start."""
+    model, found = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    trainer = create_trainer(model, optimizer, forward)
+    if make is not None:
+        handler = LearningRateSchedule(make(optimizer))
+        handler.saved_as = name or None
+        handler.attach(trainer, options.pop("event", TrainEvents.STEP_COMPLETED))
+    Checkpoint(directory, every=1, **options).attach(trainer)
+
+    def note() -> None:
+        found.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+
+    trainer.append_event_handler(Events.ITERATION_STARTED, note)
+    trainer.run(LOADER, max_iters=updates)
+    return found
+
+
+def close(found: list[Any], expected: list[Any]) -> bool:
+    """Whether pairs of rate and momentum are those, but for rounding."""
+    return torch.allclose(torch.tensor(found).double(), torch.tensor(expected).double(), rtol=1e-6, atol=0.0)
+
+
+def alone(make: Callable[[Any], Any], updates: int) -> list[Any]:
+    """The rates and momenta of a schedule of torch, without a checkpoint."""
+    optimizer, found = torch.optim.SGD(net().parameters(), lr=0.01, momentum=0.9), []
+    schedule = make(optimizer)
+    for _ in range(updates):
+        found.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+@pytest.mark.parametrize("schedule", BEGUN)
+def test_a_schedule_that_is_added_begins_over_the_rate_of_the_script(schedule: str, tmp_path: Path, caplog: Any) -> None:
+    """The rates are those of the schedule alone, also where the run is killed once more, and nothing is said then."""
+    make = BEGUN[schedule]
+    begun(tmp_path, None, 2)
+    expected = alone(make, 7)
+    assert begun(tmp_path, make, 5) == expected[:3]
+    caplog.clear()
+    assert close(begun(tmp_path, make, 9), expected[3:])
+    assert logged(caplog) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "warm-up", "warm-up of ours"])
+def test_a_schedule_that_is_added_where_the_script_wins(schedule: str, tmp_path: Path) -> None:
+    """The next start has the same rates: it knows from which one the schedule has begun."""
+    make = BEGUN[schedule]
+    begun(tmp_path, None, 2)
+    expected = alone(make, 7)
+    assert begun(tmp_path, make, 5, script_wins=("lr",)) == expected[:3]
+    assert close(begun(tmp_path, make, 9, script_wins=("lr",)), expected[3:])
+
+
+@pytest.mark.parametrize("schedule", ["warm-up", "cosine", "one cycle"])
+def test_a_schedule_takes_the_place_of_another(schedule: str, tmp_path: Path) -> None:
+    """Under another name it begins, and is restored from then on. One that is left out begins at each start."""
+    make = BEGUN[schedule]
+    begun(tmp_path, lambda o: schedulers.StepLR(o, 1, 0.5), 2)
+    expected = alone(make, 7)
+    assert begun(tmp_path, make, 5, "second") == expected[:3]
+    assert close(begun(tmp_path, make, 9, "second"), expected[3:])
+    assert begun(tmp_path, make, 12, "second", leave_out=("second",)) == expected[:3]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_schedule_that_begins_with_an_epoch_is_put_back(tmp_path: Path) -> None:
+    """In the middle of an epoch the handler of EPOCH_STARTED is called again; the rates stay those of the schedule."""
+    make = BEGUN["warm-up"]
+    begun(tmp_path, None, 1)
+    assert [rate for rate, _ in begun(tmp_path, make, 2, event=Events.EPOCH_STARTED)] == pytest.approx([0.001])
+
+
+def test_a_second_schedule_begins_over_the_restored_rate(tmp_path: Path) -> None:
+    """The first one is restored, and both change the rate."""
+
+    def run(updates: int, *, with_second: bool) -> list[float]:
+        model, found = net(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = create_trainer(model, optimizer, forward)
+        LearningRateSchedule(schedulers.ExponentialLR(optimizer, 0.5)).attach(trainer)
+        if with_second:
+            LearningRateSchedule(schedulers.StepLR(optimizer, 100)).attach(trainer)
+        Checkpoint(tmp_path, every=1).attach(trainer)
+        trainer.append_event_handler(Events.ITERATION_STARTED, lambda: found.append(optimizer.param_groups[0]["lr"]))
+        trainer.run(LOADER, max_iters=updates)
+        return found
+
+    assert run(2, with_second=False) == pytest.approx([0.1, 0.05])
+    assert run(4, with_second=True) == pytest.approx([0.025, 0.0125])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_schedule_goes_on_over_the_rate_of_the_script(schedule: str, tmp_path: Path) -> None:
@@ -851,7 +957,9 @@ def test_a_rate_of_zero_has_no_other_multiple(tmp_path: Path) -> None:
 
     made(0.0, 0.02).run(LOADER, max_iters=3)
     message = refusal(made(0.3, 0.005, script_wins=("lr",)))
-    assert "param_groups[0] of optimizer had lr=0, which cannot be scaled to the script's 0.3; restart it with" in message
+    assert (
+        "param_groups[0] of optimizer had lr=0, which cannot be scaled to the script's 0.3; let the checkpoint win" in message
+    )
     rates = made(0.0, 0.005, script_wins=("lr",)).run(LOADER, max_iters=4).output.learning_rates
     assert rates == pytest.approx((0.0, 0.005 * (1 + math.cos(math.pi * 3 / 12)) / 2), rel=1e-12)
 
@@ -876,7 +984,7 @@ def test_a_schedule_that_has_rates_of_its_own_is_refused(tmp_path: Path) -> None
         "script_wins must not name 'lr' where 'handlers/LearningRateSchedule' is restored: OneCycleLR does not compute"
         in message
     )
-    assert "leave_out=('LearningRateSchedule',)" in message
+    assert "as in handler.saved_as = 'second': it begins over the script's lr" in message
     assert run(6, script_wins=("lr",), leave_out=("LearningRateSchedule",)).state.iteration == 6
 
 
@@ -897,7 +1005,7 @@ def test_the_state_of_another_schedule_is_refused(tmp_path: Path) -> None:
     scheduled(tmp_path, lambda o: schedulers.StepLR(o, 2)).run(LOADER, max_iters=2)
     message = refusal(scheduled(tmp_path, lambda o: schedulers.CosineAnnealingLR(o, 9)))
     assert "is of another schedule at 'handlers/LearningRateSchedule'" in message
-    assert "leave_out=('LearningRateSchedule',)" in message
+    assert "as in handler.saved_as = 'second': it begins over the script's lr" in message
 
 
 def test_what_a_schedule_was_given_otherwise_is_listed(tmp_path: Path, caplog: Any) -> None:

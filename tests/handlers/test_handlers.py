@@ -28,6 +28,7 @@ from ignite_train import (
     TorchLossScaling,
     Trainer,
     TrainEvents,
+    WarmUpSchedule,
     create_evaluator,
     create_trainer,
 )
@@ -686,3 +687,26 @@ def test_a_run_beyond_its_schedule_is_warned_about(case: str, resumed: bool, bui
     lines += [str(error.value)] if refused else []
     assert [message in line for line in lines] == [True] * bool(message)
     assert trainer.state.iteration == (4 if refused else 6)
+
+
+@pytest.mark.parametrize(("length", "is_warned"), [(5, False), (4, True)], ids=["beyond half", "half"])
+def test_a_run_whose_limit_is_raised_early_is_warned_about(
+    length: int, is_warned: bool, build: Any, tmp_path: Any, caplog: Any
+) -> None:
+    """The checkpoint restores the length of the schedule, which then ends in the first half of the run."""
+    data = [(torch.ones(1, 4), torch.ones(1, 1))] * 2
+
+    def run(length: int, max_epochs: int, updates: int) -> None:
+        setup = build()
+        LearningRateSchedule(WarmUpSchedule(setup.optimizer, "cosine", warm_up=1, total=length)).attach(setup.trainer)
+        Checkpoint(tmp_path, every=1).attach(setup.trainer)
+        setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=updates), setup.trainer.terminate)
+        setup.trainer.run(data, max_epochs=max_epochs)
+
+    run(length, 2, 1)
+    assert "the schedule ends early" not in caplog.text
+    for step, updates in ((1, 2), (2, 8)):  # and each start that comes before the end says so
+        caplog.clear()
+        run(8, 4, updates)
+        told = f"(WarmUpSchedule: step {step} of total={length}, which a checkpoint restores)"
+        assert (f"the schedule ends early {told}, and the run at step 8" in caplog.text) is is_warned
