@@ -197,6 +197,8 @@ class CompiledGather(Gather):
         """
         if self._obstacle is not None:
             raise CannotCompileError(self._obstacle)
+        if self.passes.is_other:  # asked first, since its loss may depend on other parameters
+            raise CannotCompileError("an update has another forward", is_passing=True)
         if self._step.has_changed():
             if not is_first:
                 raise CannotCompileError("parameters or the optimizer's groups change within an update", is_passing=True)
@@ -219,8 +221,6 @@ class CompiledGather(Gather):
 
     def _why_not_now(self, trainer: Trainer) -> str | None:
         """Why this update cannot be a graph; asked in each, as handlers and hooks come and go."""
-        if self.passes.is_other:
-            return "an update has another forward"
         for event in _SEEING:
             if trainer.has_handlers(event):
                 return f"{event.name} has a handler"

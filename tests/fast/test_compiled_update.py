@@ -744,6 +744,24 @@ def test_parameters_that_only_some_batches_use(sizes, steps):
     assert_alike(*setups)
 
 
+def of_the_last_layer(model: nn.Module, batch: Batch) -> ForwardOutput:
+    """A penalty, which depends on other parameters than `summed_loss`."""
+    return ForwardOutput(model.get_parameter("last.weight").square().sum(), 1)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_another_forward_in_the_first_update(steps, caplog):
+    """As where a run is resumed before such an update: the others are graphs all the same."""
+    setups = [make(way) for way in (True, False)]
+    for setup in setups:
+        for group in (batches(3)[:1] * steps, batches(4) * steps):
+            setup.trainer.update(group, forward=of_the_last_layer)
+            setup.trainer.update(group)
+    assert_alike(*setups)
+    assert is_graph(setups[0])
+    assert "other parameters than that of an earlier micro-batch" not in caplog.text
+
+
 # --- errors ----------------------------------------------------------------------------------------------------------------
 
 
