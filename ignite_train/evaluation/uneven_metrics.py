@@ -14,7 +14,7 @@ from ignite.metrics import GpuInfo, Metric, MetricsLambda, RunningAverage
 from ignite_train.engine.dispatch import attached
 from ignite_train.model.in_full import in_full
 from ignite_train.ranks import collectives
-from ignite_train.ranks.compute_on import compute_on
+from ignite_train.ranks.compute_on import compute_on, is_computing
 
 __all__ = [
     "MetricHolder",
@@ -134,6 +134,8 @@ class _Together:
         self._name, self._metric, self._compute, self._ranks = name, metric, metric.compute, ranks
 
     def __call__(self) -> Any:
+        if is_computing():  # as a part of another metric
+            return self._compute()
         of = f"metric {self._name!r} ({type(self._metric).__name__})"
         result, error, everyones = compute_on(self._ranks, self._compute, of=of)
         failures = {rank: one.failure for rank, one in enumerate(everyones) if one.failure}
