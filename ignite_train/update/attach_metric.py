@@ -13,7 +13,7 @@ from ignite_train.arguments import MAPPING, SEQUENCE, check_fields, describe
 from ignite_train.engine.attachable import owner_of
 from ignite_train.engine.dispatch import attached, stateful_handlers
 from ignite_train.evaluation.load_metric import load_metric
-from ignite_train.evaluation.uneven_metrics import MetricHolder, uneven_metrics, waiting_metrics_at
+from ignite_train.evaluation.uneven_metrics import MetricHolder, metrics_without_state, uneven_metrics, waiting_metrics_at
 from ignite_train.events import TrainEvents
 from ignite_train.metrics import is_published_metric
 from ignite_train.ranks import collectives
@@ -28,12 +28,14 @@ _SEEN = "num_seen"
 def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
     """Publishes a metric of Ignite over the predictions of each epoch of training, as `trainer.state.metrics[name]`.
 
-    The metric sees the `outputs` of each micro-batch that had its effect: a micro-batch that ran out of memory and
-    was dropped or halved, an update that was skipped, and an update that broke off and is repeated leave no trace. It is reset
-    when an epoch begins, computed when it ends, and in every checkpoint; a run that resumes on another number of ranks starts
-    it from the beginning, and logs a warning. After an epoch whose updates were all skipped it is left out, and a warning says
-    so. Collective at the end of an epoch: attach it on all ranks. Predictions are those before the step, in training mode. They
-    are kept without their graphs until the end of the update, which costs their memory.
+    The metric sees the `outputs` of each micro-batch that had its effect: a micro-batch that ran out of memory and was dropped
+    or halved, an update that was skipped, and an update that broke off and is repeated leave no trace. It is reset when an
+    epoch begins, computed when it ends, and in every checkpoint; a run that resumes on another number of ranks starts it from
+    the beginning, and logs a warning. So does one that resumes within an epoch with a metric that names no attributes to save
+    in `_state_dict_all_req_keys`, as `CohenKappa` and many of a script's own: it counts what follows. After an epoch whose
+    updates were all skipped it is left out, and a warning says so. Collective at the end of an epoch: attach it on all ranks.
+    Predictions are those before the step, in training mode. They are kept without their graphs until the end of the update,
+    which costs their memory.
 
     A metric that is part of others, as `matrix` is of `mIoU(matrix)`, may be attached too, and counts once. Give an evaluator a
     metric of its own, since each evaluation resets it.
@@ -192,7 +194,8 @@ class _MetricOfTraining(MetricHolder):
         check_fields(f"attach_metric(..., {self.name!r})", state_dict, {**dict.fromkeys(parts, MAPPING), _SEEN: SEQUENCE})
         seen = state_dict[_SEEN]
         is_of_these_ranks = len(seen) == collectives.world_size()
-        self.num_seen = round(seen[collectives.rank()]) if is_of_these_ranks else 0
+        has_seen = is_of_these_ranks and not metrics_without_state(self._engine)
+        self.num_seen = round(seen[collectives.rank()]) if has_seen else 0
         if not is_of_these_ranks:
             self._warn_of_other_ranks(len(seen))
         for key, entry in parts.items():
