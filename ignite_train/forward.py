@@ -373,6 +373,10 @@ def _check_number(name: str, value: Any) -> None:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ForwardContractError(f"{name} must be one number, forward returned a tensor of shape {tuple(value.shape)}")
+        if value.dtype.is_complex:
+            raise ForwardContractError(
+                f"{name} must be a real number, forward returned one of {value.dtype}; pass its .abs() or its .real"
+            )
     elif not isinstance(value, (int, float, Real)):
         raise ForwardContractError(f"{name} must be a number or a scalar tensor, forward returned {_describe(value)}")
 

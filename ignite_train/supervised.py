@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from functools import partial
 from typing import Any, Literal
 
@@ -126,7 +126,7 @@ def create_supervised_trainer(
 
     def forward(model: nn.Module, batch: Any) -> ForwardOutput:
         x, y = batch if is_prepared else prepare_batch(batch, device=device, non_blocking=non_blocking)
-        size = len(y) if isinstance(y, Tensor) else _num_targets(x, y)
+        size = len(y) if isinstance(y, Tensor) and y.shape else _num_targets(x, y)
         y_pred = model_transform(model_fn(model, x))
         if last is not None:
             last.hold(x, y, y_pred)
@@ -257,15 +257,18 @@ def _refuse_other_than_pairs(trainer: Trainer) -> Trainer:
 
 
 def _num_targets(x: Any, y: Any) -> int:
-    """How many samples have a target in `y`; refuses several targets of each sample, whose number is another one."""
-    inputs = x.values() if isinstance(x, Mapping) else x if isinstance(x, (list, tuple)) else [x]
-    of_x, of_y = ({*map(_first_size, several)} - {len(y)} for several in (inputs, y if isinstance(y, (list, tuple)) else ()))
-    if isinstance(y, Mapping) or (len(of_y) == 1 and of_y <= of_x - {None}):
-        raise TypeError(
-            f"y must be a tensor, or a list with a target for each sample, got {_kind_of_batch(y):.80}; for several targets "
-            "use create_trainer, whose forward says how many samples there are"
+    """How many samples have a target in `y`; refuses several targets of each sample, whose number is another one, and none."""
+    if isinstance(y, Sized) and not isinstance(y, (Mapping, Tensor)):
+        inputs = x.values() if isinstance(x, Mapping) else x if isinstance(x, (list, tuple)) else [x]
+        of_x, of_y = (
+            {*map(_first_size, several)} - {len(y)} for several in (inputs, y if isinstance(y, (list, tuple)) else ())
         )
-    return len(y)
+        if len(of_y) != 1 or not of_y <= of_x - {None}:
+            return len(y)
+    raise TypeError(
+        f"y must be a tensor, or a list with a target for each sample, got {_kind_of_batch(y):.80}; for several targets or "
+        "none use create_trainer, whose forward says how many samples there are"
+    )
 
 
 def _first_size(part: Any) -> int | None:
@@ -275,4 +278,6 @@ def _first_size(part: Any) -> int | None:
 def _kind_of_batch(batch: Any) -> str:
     if isinstance(batch, Tensor):  # of two samples: its rows would be taken for x and y
         return f"a tensor of shape {tuple(batch.shape)}"
-    return f"one with the keys {list(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__} of {len(batch)}"
+    if isinstance(batch, Mapping):
+        return f"one with the keys {list(batch)}"
+    return f"a {type(batch).__name__} of {len(batch)}" if isinstance(batch, Sized) else describe(batch)

@@ -25,6 +25,7 @@ from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.writer import CheckpointWriter
 from ignite_train.data.how_exact import how_exact
 from ignite_train.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
+from ignite_train.evaluation.uneven_metrics import metrics_without_state
 from ignite_train.metrics import refuse_other_mode
 from ignite_train.ranks import collectives
 
@@ -93,7 +94,8 @@ class Resumption:
         self._writer.resume_from(path)
         if collectives.is_main_rank():
             changed = config_changes(manifest.config, script, run_config(self._run, self._config))
-            _log_resumption(path, manifest, [*state.changed, *changed], state)
+            lost = metrics_without_state(trainer) if trainer.progress.epoch_open else []
+            _log_resumption(path, manifest, [*state.changed, *changed], state, lost)
         return manifest
 
     def _has_trained(self) -> bool:
@@ -272,7 +274,7 @@ def log_how_exact(loader: Any) -> None:
         _logger.info(note)
 
 
-def _log_resumption(path: Path, manifest: Manifest, changed: list[str], state: RunState) -> None:
+def _log_resumption(path: Path, manifest: Manifest, changed: list[str], state: RunState, lost: list[str]) -> None:
     """Says where a run resumes, and what is different now.
 
     Args:
@@ -280,6 +282,7 @@ def _log_resumption(path: Path, manifest: Manifest, changed: list[str], state: R
         manifest: of it.
         changed: what the script sets to other values than the script that wrote it, a line each.
         state: what was read from it.
+        lost: the metrics of this epoch that are not in it.
     """
     before, now = manifest.versions, versions()
     changed += [f"{name}: {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]]
@@ -289,6 +292,10 @@ def _log_resumption(path: Path, manifest: Manifest, changed: list[str], state: R
     for note, names in (
         ("changed since", changed),
         ("starts from the beginning, because the checkpoint has no state for it", state.fresh),
+        (
+            "counts only what follows in this epoch, because its class names no attributes to save in _state_dict_all_req_keys",
+            [f"metric {name!r}" for name in lost],
+        ),
         ("in the checkpoint and not used, because it is not attached or is left out", state.unused),
     ):
         if names:

@@ -16,6 +16,7 @@ from ignite_train.internals.of_ignite import names_in_state
 __all__ = [
     "Attachable",
     "Stateful",
+    "lacks_state",
     "list_stateful",
     "numbered_name",
     "owner_of",
@@ -92,14 +93,14 @@ def scores_of(handlers: Iterable[object]) -> list[tuple[Engine, str | None, str 
 def list_stateful(listed: dict[str, Stateful], handler: Any) -> None:
     """Adds `handler`, or the object whose method it is, if it has a state and is not in the list yet."""
     owner = owner_of(handler)
-    if not isinstance(owner, Stateful) or isinstance(owner, (Engine, type)) or _is_empty(owner):
+    if not isinstance(owner, Stateful) or isinstance(owner, (Engine, type)) or lacks_state(owner):
         return
     if any(owner is other for other in listed.values()):
         return
     listed[numbered_name(owner, listed)] = owner
 
 
-def _is_empty(owner: Stateful) -> bool:
+def lacks_state(owner: object) -> bool:
     """Whether it is a metric of Ignite without a state, as `GpuInfo` is, which would wait for all ranks to give none."""
     return isinstance(owner, Metric) and type(owner).state_dict is Metric.state_dict and not names_in_state(owner)
 

@@ -9,16 +9,18 @@ from types import MethodType
 from typing import Any
 
 from ignite.engine import Engine, Events
-from ignite.metrics import GpuInfo, Metric, MetricsLambda, RunningAverage
+from ignite.metrics import GpuInfo, Metric, MetricGroup, MetricsLambda, RunningAverage
 
+from ignite_train.engine.attachable import lacks_state
 from ignite_train.engine.dispatch import attached
 from ignite_train.model.in_full import in_full
 from ignite_train.ranks import collectives
-from ignite_train.ranks.compute_on import compute_on
+from ignite_train.ranks.compute_on import compute_on, is_computing
 
 __all__ = [
     "MetricHolder",
     "metrics_published_at",
+    "metrics_without_state",
     "published_metric",
     "uneven_metrics",
     "waiting_metrics_at",
@@ -73,6 +75,19 @@ def metrics_published_at(engine: Engine, event: Any) -> dict[str, Metric]:
     """The metrics that `engine` publishes at `event`, by the name that each was attached under."""
     published = (published_metric(handler, args) for attached_to, handler, args in attached(engine) if attached_to == event)
     return dict(one for one in published if one is not None)
+
+
+def metrics_without_state(engine: Engine) -> list[str]:
+    """The names of the metrics of an epoch of `engine` that a checkpoint does not hold, or not with all of their parts."""
+    return [name for name, metric in metrics_published_at(engine, Events.EPOCH_COMPLETED).items() if _lacks_state(metric)]
+
+
+def _lacks_state(metric: Any) -> bool:
+    if isinstance(metric, MetricsLambda):
+        return any(map(_lacks_state, (*metric.args, *metric.kwargs.values())))
+    if isinstance(metric, MetricGroup):
+        return any(map(_lacks_state, metric.metrics.values()))
+    return lacks_state(metric)
 
 
 def waiting_metrics_at(engine: Engine, event: Any) -> dict[str, Metric]:
@@ -134,6 +149,8 @@ class _Together:
         self._name, self._metric, self._compute, self._ranks = name, metric, metric.compute, ranks
 
     def __call__(self) -> Any:
+        if is_computing():  # as a part of another metric
+            return self._compute()
         of = f"metric {self._name!r} ({type(self._metric).__name__})"
         result, error, everyones = compute_on(self._ranks, self._compute, of=of)
         failures = {rank: one.failure for rank, one in enumerate(everyones) if one.failure}

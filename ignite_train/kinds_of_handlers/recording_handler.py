@@ -14,7 +14,7 @@ from ignite.engine import Engine, Events, RemovableEventHandle
 from ignite_train.arguments import COUNT, NUMBERS, check_fields, one_of
 from ignite_train.events import Event, every
 from ignite_train.kinds_of_handlers.handler import Handler
-from ignite_train.metrics import changed_numbers, grouped_metric, grouped_metrics, single_metrics
+from ignite_train.metrics import PUBLISHED_METRICS, changed_numbers, grouped_metric, grouped_metrics, single_metrics
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -91,10 +91,12 @@ class RecordingHandler(Handler):
         A second call with the same trainer adds the evaluator only.
 
         Raises:
-            ValueError: an evaluator has that tag already.
+            ValueError: an evaluator, or a group of the trainer's own metrics, has that tag already.
         """
         if evaluator is not None and tag in self.tags:
             raise ValueError(f"tag must be another one for each evaluator, got {tag!r} twice; pass tag='test', say")
+        if evaluator is not None and tag in PUBLISHED_METRICS.values():
+            raise ValueError(f"tag must not be {tag!r}, which is a group of the trainer's own metrics; pass tag='train_set'")
         handle = None
         if collectives.is_main_rank() and not trainer.has_event_handler(self._write_rest, Events.COMPLETED):
             handle = trainer.add_event_handler(event, self)  # first, since it may refuse the event

@@ -16,7 +16,7 @@ from torch import Tensor
 from ignite_train.arguments import describe_error
 from ignite_train.internals.of_ignite import SerialModel, computation_model, computation_model_now
 
-__all__ = ["Computed", "compute_on"]
+__all__ = ["Computed", "compute_on", "is_computing"]
 
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "SUM": operator.add,
@@ -72,6 +72,11 @@ def compute_on(ranks: Sequence[int], compute: Callable[[], Any], *, of: str) -> 
         met = _gather(ended)
         if all(isinstance(entry, Computed) for entry in met):
             return result, error, met
+
+
+def is_computing() -> bool:
+    """Whether this is called within a computation of `compute_on`, in which the other ranks take no part."""
+    return isinstance(computation_model_now(), _SomeRanks)
 
 
 class _SomeRanks(SerialModel):

@@ -10,9 +10,10 @@ from ignite.engine import Engine, Events
 from ignite.metrics import Metric
 
 from ignite_train.arguments import MAPPING, SEQUENCE, check_fields, describe
-from ignite_train.engine.dispatch import stateful_handlers
+from ignite_train.engine.attachable import owner_of
+from ignite_train.engine.dispatch import attached, stateful_handlers
 from ignite_train.evaluation.load_metric import load_metric
-from ignite_train.evaluation.uneven_metrics import MetricHolder, uneven_metrics, waiting_metrics_at
+from ignite_train.evaluation.uneven_metrics import MetricHolder, metrics_without_state, uneven_metrics, waiting_metrics_at
 from ignite_train.events import TrainEvents
 from ignite_train.metrics import is_published_metric
 from ignite_train.ranks import collectives
@@ -27,12 +28,17 @@ _SEEN = "num_seen"
 def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
     """Publishes a metric of Ignite over the predictions of each epoch of training, as `trainer.state.metrics[name]`.
 
-    The metric sees the `outputs` of each micro-batch that had its effect: a micro-batch that ran out of memory and
-    was dropped or halved, an update that was skipped, and an update that broke off and is repeated leave no trace. It is reset
-    when an epoch begins, computed when it ends, and in every checkpoint; a run that resumes on another number of ranks starts
-    it from the beginning, and logs a warning. After an epoch whose updates were all skipped it is left out, and a warning says
-    so. Collective at the end of an epoch: attach it on all ranks. Predictions are those before the step, in training mode. They
-    are kept without their graphs until the end of the update, which costs their memory.
+    The metric sees the `outputs` of each micro-batch that had its effect: a micro-batch that ran out of memory and was dropped
+    or halved, an update that was skipped, and an update that broke off and is repeated leave no trace. It is reset when an
+    epoch begins, computed when it ends, and in every checkpoint; a run that resumes on another number of ranks starts it from
+    the beginning, and logs a warning. So does one that resumes within an epoch with a metric that names no attributes to save
+    in `_state_dict_all_req_keys`, as `CohenKappa` and many of a script's own: it counts what follows. After an epoch whose
+    updates were all skipped it is left out, and a warning says so. Collective at the end of an epoch: attach it on all ranks.
+    Predictions are those before the step, in training mode. They are kept without their graphs until the end of the update,
+    which costs their memory.
+
+    A metric that is part of others, as `matrix` is of `mIoU(matrix)`, may be attached too, and counts once. Give an evaluator a
+    metric of its own, since each evaluation resets it.
 
     Args:
         trainer: whose `forward` returns `ForwardOutput(..., outputs=...)`.
@@ -72,58 +78,90 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
         raise TypeError(f"metric must be a metric of Ignite, got {describe(metric)}")
     if not isinstance(name, str) or is_published_metric(name):
         raise ValueError(f"name must be a string that handlers do not publish a metric under, got {name!r}")
-    held = _MetricOfTraining(metric, name, keep_outputs(trainer, asked_by=f"attach_metric(..., {name!r})"))
-    trainer.prepend_event_handler(Events.EPOCH_STARTED, held.begin_epoch)
-    trainer.prepend_event_handler(TrainEvents.STEP_COMPLETED, held.count)
+    held = _MetricOfTraining(metric, name)
+    shown = _shown(trainer, name)
+    metric.attach(shown.engine, name)
+    shown.to.append(held)
     trainer.prepend_event_handler(Events.EPOCH_COMPLETED, held.completed)
 
 
-class _MetricOfTraining(MetricHolder):
-    """Feeds a metric by an engine of Ignite's own, so that any kind of metric is attached in its own way."""
+def _shown(trainer: Trainer, name: str) -> _Shown:
+    """What shows the metrics of `trainer` its updates: made for the first of them, whose name an error of forward has."""
+    for _, handler, _ in attached(trainer):
+        if isinstance(owner := owner_of(handler), _Shown):
+            return owner
+    shown = _Shown(keep_outputs(trainer, asked_by=f"attach_metric(..., {name!r})"))
+    trainer.prepend_event_handler(Events.EPOCH_STARTED, shown.begin_epoch)
+    trainer.prepend_event_handler(TrainEvents.STEP_COMPLETED, shown.count)
+    return shown
 
-    def __init__(self, metric: Metric, name: str, outputs: KeptOutputs) -> None:
-        super().__init__(name, metric)
-        self._engine = Engine(lambda _engine, batch: batch)
-        metric.attach(self._engine, name)
+
+class _Shown:
+    """Shows metrics what updates have held, by one engine of Ignite's own: a metric that is part of others too counts once.
+
+    Attributes:
+        engine: to which each metric is attached in its own way.
+        to: the metrics.
+    """
+
+    def __init__(self, outputs: KeptOutputs) -> None:
+        self.engine = Engine(lambda _engine, batch: batch)
+        self.to: list[_MetricOfTraining] = []
         self._outputs = outputs
-        self._num_seen = 0  # micro-batches of this epoch on this rank
-        self._has_warned = False
 
     def begin_epoch(self) -> None:
-        """Resets the metric."""
-        self._num_seen = 0
-        self._engine.fire_event(Events.EPOCH_STARTED)
+        """Resets the metrics."""
+        for metric in self.to:
+            metric.num_seen = 0
+        self.engine.fire_event(Events.EPOCH_STARTED)
 
     def count(self, trainer: Trainer) -> None:
-        """Shows the metric what the update has held; it made a step."""
+        """Shows the metrics what the update has held; it made a step."""
         held = self._outputs()
         self._outputs.clear()
         self._refuse_uneven_reductions(len(held))
-        self._num_seen += len(held)
+        for metric in self.to:
+            metric.num_seen += len(held)
         for outputs in held:
-            self._engine.state.output = outputs
-            self._engine.fire_event(Events.ITERATION_COMPLETED)
-        self._engine.state.output = None
-        trainer.state.metrics.update(self._engine.state.metrics)  # of those that publish a running value
+            self.engine.state.output = outputs
+            self.engine.fire_event(Events.ITERATION_COMPLETED)
+        self.engine.state.output = None
+        trainer.state.metrics.update(self.engine.state.metrics)  # of those that publish a running value
 
     def _refuse_uneven_reductions(self, micro_batches: int) -> None:
         """Says on all ranks that they cannot reduce a metric after each micro-batch, where they have different numbers of them.
 
         Raises:
-            ValueError: the metric is one that is, and they have.
+            ValueError: a metric is one that is, and they have.
         """
-        if collectives.world_size() == 1 or not waiting_metrics_at(self._engine, Events.ITERATION_COMPLETED):
+        if collectives.world_size() == 1 or not (waiting := waiting_metrics_at(self.engine, Events.ITERATION_COMPLETED)):
             return
         numbers = [int(number) for number in collectives.everyones(micro_batches)]
         if len(set(numbers)) > 1:
             raise ValueError(
-                f"metric {self.name!r} is reduced over ranks after each micro-batch and would hang where they have different "
-                f"numbers, got {numbers} in this update; attach one that is reduced once an epoch, or give all ranks as many"
+                f"metric {next(iter(waiting))!r} is reduced over ranks after each micro-batch and would hang where they have "
+                f"different numbers, got {numbers} in this update; attach one that is reduced once an epoch, or give all ranks "
+                "as many"
             )
+
+
+class _MetricOfTraining(MetricHolder):
+    """Publishes a metric and saves it: its engine has the metric and its parts alone, and computes when an epoch ends.
+
+    Attributes:
+        num_seen: the micro-batches of this epoch that this rank has shown it.
+    """
+
+    def __init__(self, metric: Metric, name: str) -> None:
+        super().__init__(name, metric)
+        self._engine = Engine(lambda _engine, batch: batch)
+        metric.attach(self._engine, name)
+        self.num_seen = 0
+        self._has_warned = False
 
     def completed(self, trainer: Trainer) -> None:
         """Publishes the metric, or takes that of the epoch before away where no update had an effect."""
-        with uneven_metrics(self._engine, has_data=self._num_seen > 0) as is_computable:
+        with uneven_metrics(self._engine, has_data=self.num_seen > 0) as is_computable:
             if is_computable:
                 self._engine.fire_event(Events.EPOCH_COMPLETED)
                 trainer.state.metrics.update(self._engine.state.metrics)
@@ -148,7 +186,7 @@ class _MetricOfTraining(MetricHolder):
             parts = {key: dict(entry.state_dict()) for key, entry in stateful_handlers(self._engine).items()}
         except TypeError as error:
             raise TypeError(f"metric {self.name!r} cannot be saved by Ignite: {error}") from error
-        return parts | {_SEEN: collectives.everyones(self._num_seen)}
+        return parts | {_SEEN: collectives.everyones(self.num_seen)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes it over, if as many ranks have counted it."""
@@ -156,7 +194,8 @@ class _MetricOfTraining(MetricHolder):
         check_fields(f"attach_metric(..., {self.name!r})", state_dict, {**dict.fromkeys(parts, MAPPING), _SEEN: SEQUENCE})
         seen = state_dict[_SEEN]
         is_of_these_ranks = len(seen) == collectives.world_size()
-        self._num_seen = round(seen[collectives.rank()]) if is_of_these_ranks else 0
+        has_seen = is_of_these_ranks and not metrics_without_state(self._engine)
+        self.num_seen = round(seen[collectives.rank()]) if has_seen else 0
         if not is_of_these_ranks:
             self._warn_of_other_ranks(len(seen))
         for key, entry in parts.items():

@@ -855,6 +855,10 @@ RETURNED: dict[str, tuple[Callable[[nn.Module, Batch], Any], str]] = {
         lambda m, b: (loss_of(m, b), m(b[0])),
         "sample_size must be one number, forward returned a tensor of shape (8, 2)",
     ),
+    "a complex log": (
+        lambda m, b: ForwardOutput(loss_of(m, b), 1, {"phase": torch.ones((), dtype=torch.complex64)}),
+        "logs['phase'] must be a real number, forward returned one of torch.complex64; pass its .abs() or its .real",
+    ),
     "logs as a size": (
         lambda m, b: (loss_of(m, b), {"accuracy": 1}),
         "sample_size must be a number or a scalar tensor, forward returned {'accuracy': 1} of type dict",

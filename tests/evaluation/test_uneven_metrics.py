@@ -466,6 +466,40 @@ def test_running_metrics_need_ranks_in_step() -> None:
         assert "got [1, 0] in this update" in message
 
 
+def nested(sizes: list[list[int]]) -> list[dict[str, Any]]:
+    """Metrics that are published and part of others, as an evaluator and a trainer find them."""
+    rank, found = idist.get_rank(), []
+    own = sizes if idist.get_world_size() == 1 else [sizes[rank]]
+    for kind in ("evaluator", "trainer"):
+        matrix, accuracy, precision = ignite.metrics.ConfusionMatrix(3), Accuracy(), Precision(average=False)
+        metrics = {"iou": ignite.metrics.mIoU(matrix), "matrix": matrix, "accuracy": accuracy, "error": 1 - accuracy}
+        metrics |= {"precision": precision, "mean": precision.mean(), "twice": (precision.mean() + accuracy) * 2}
+        model = idist.auto_model(nn.Linear(3, 3))
+        if kind == "evaluator":
+            engine: Any = create_evaluator(model, forward)
+            for name, metric in metrics.items():
+                metric.attach(engine, name)
+        else:
+            engine = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward, protect=False)
+            for name, metric in metrics.items():
+                attach_metric(engine, metric, name)
+        published = engine.run([batch for some in own for batch in batches(some, len(some))]).metrics
+        found.append({name: torch.as_tensor(published[name]).tolist() for name in metrics})
+        assert idist.all_gather(rank) == [*range(idist.get_world_size())]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [[[4, 3], []], [[], [4, 3]], [[4, 3], [], [1, 2]]], ids=["first", "second", "outer"])
+def test_a_metric_may_be_published_and_part_of_others(sizes: list[list[int]]) -> None:
+    """On a rank without data too; all ranks do as many collectives, also after an evaluation."""
+    expected, same = nested(sizes)
+    torch.testing.assert_close(same, expected)
+    for outcome in run_ranks(nested, sizes, world_size=len(sizes)):
+        for found in outcome:
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 class Counted(Metric):
     """A metric of a script's own that reduces nothing and has no state to save, as `GpuInfo`."""
 

@@ -494,6 +494,9 @@ def test_two_evaluators_have_two_tags(tmp_path: Path, kind: str) -> None:
     second = create_evaluator(trainer.model, cuts.forward)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tag must be another one for each evaluator, got 'validation' twice; pass tag='test'"):
         log.attach(trainer, EVERY, evaluator=second)
+    for tag in ("train", "optimizer", "layers", "speed"):
+        with pytest.raises(ValueError, match=f"tag must not be '{tag}', .* group of the trainer's own metrics; pass tag="):
+            log.attach(trainer, EVERY, evaluator=second, tag=tag)
     log.attach(trainer, EVERY, evaluator=second, tag="test")
 
 

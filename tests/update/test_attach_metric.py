@@ -23,6 +23,7 @@ from ignite.metrics import (
     RootMeanSquaredError,
     RunningAverage,
     TopKCategoricalAccuracy,
+    VariableAccumulation,
     mIoU,
 )
 from torch import Tensor, nn
@@ -197,6 +198,29 @@ def test_a_composed_metric_is_attached_in_its_own_way() -> None:
         guessed, there = sum(one == name for one, _ in pairs), sum(other == name for _, other in pairs)
         f1.append(2 * true / (guessed + there))
     assert trainer.state.metrics["f1"] == pytest.approx(sum(f1) / 3, rel=1e-6)
+
+
+def test_one_object_under_several_names_counts_once(tmp_path: Path) -> None:
+    """As in Ignite's guides: a matrix and what is computed of it. Each is that of the pairs, also cut and resumed."""
+
+    def run(directory: Path, limit: int) -> list[Any]:
+        trainer, _ = make(accumulation_steps=1)
+        matrix, total = ConfusionMatrix(3), VariableAccumulation(lambda a, x: a + x, lambda pair: float(len(pair[1])))
+        shared = {"matrix": matrix, "iou": mIoU(matrix), "right": matrix.diag(), "again": matrix}
+        for name, metric in (shared | {"total": total, "doubled": total[0] * 2}).items():
+            attach_metric(trainer, metric, name)
+        Checkpoint(directory, leave_out=("_MetricOfTraining-3",)).attach(trainer)  # Ignite cannot save `mIoU`
+        found = trainer.run(batches(6, 7, 8), max_iters=limit).metrics
+        return [] if limit < 3 else [found[name] for name in ("matrix", "again", "iou", "right", "total", "doubled")]
+
+    matrix, again, iou, right, total, doubled = whole = run(tmp_path / "whole", 3)
+    assert int(matrix.sum()) == 6 + 7 + 8
+    assert torch.equal(matrix, again)
+    assert right.tolist() == matrix.diag().tolist()
+    assert iou == pytest.approx(float((right / (matrix.sum(0) + matrix.sum(1) - right)).mean()))
+    assert (float(total[0]), total[1], float(doubled)) == (21.0, 3, 42.0)
+    run(tmp_path / "cut", 2)
+    assert str(run(tmp_path / "cut", 3)) == str(whole)
 
 
 def test_a_running_metric_is_published_after_each_update() -> None:

@@ -85,7 +85,7 @@ METRICS: dict[str, Make] = {
 }
 
 
-def make(directory: Path, metric: Metric, way: str) -> Trainer:
+def make(directory: Path, metric: Metric, way: str, every: int | None = None) -> Trainer:
     """A trainer whose checkpoints have the metric: attached with ours, with Ignite's, or named in `to_save` too."""
     torch.manual_seed(5)
     model = nn.Linear(4, 3)
@@ -96,7 +96,7 @@ def make(directory: Path, metric: Metric, way: str) -> Trainer:
         attach_metric(trainer, metric, "kept")
     else:
         metric.attach(trainer, "kept")
-    Checkpoint(directory, to_save={"kept": metric} if way == "to_save" else {}).attach(trainer)
+    Checkpoint(directory, every=every, to_save={"kept": metric} if way == "to_save" else {}).attach(trainer)
     return trainer
 
 
@@ -147,6 +147,60 @@ def test_a_metric_is_that_of_a_run_that_was_not_cut(tmp_path: Path, name: str, w
             trainer.run(batches(), max_iters=limit)
         values.append(torch.as_tensor(trainer.state.metrics["accuracy" if name == "group" else "kept"]))
     torch.testing.assert_close(*values, rtol=0, atol=0)
+
+
+class Unnamed(Metric):
+    """Names no state for Ignite, as `CohenKappa` and many a metric of a script."""
+
+    def reset(self) -> None:
+        self.number = 0
+
+    def update(self, output: Any) -> None:
+        self.number += len(output[1])
+
+    def compute(self) -> float:
+        return 20 / self.number  # an error, if it has seen nothing
+
+
+WITHOUT_STATE: dict[str, Callable[[], Metric]] = {
+    "itself": Unnamed,
+    "function": lambda: Unnamed() * 2 + Accuracy(),
+    "group": lambda: MetricGroup({"accuracy": Accuracy(), "other": Unnamed()}),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_STATE)
+@pytest.mark.parametrize("way", ["attach_metric", "attach"])
+def test_a_metric_without_a_state_is_named_at_a_resume_within_an_epoch(
+    tmp_path: Path, name: str, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has lost what it had counted; at an epoch's end there is nothing to lose, and one with a state has it."""
+    for limit in (2, 4, 8):
+        caplog.clear()
+        trainer = make(tmp_path, WITHOUT_STATE[name](), way)
+        attach_metric(trainer, Accuracy(), "accuracy")
+        trainer.run(batches(), max_iters=limit)
+        lines = [line for line in caplog.messages if "resuming from" in line and "counts only what follows" in line]
+        assert [line.partition("counts only what follows")[2] for line in lines] == (
+            [" in this epoch, because its class names no attributes to save in _state_dict_all_req_keys: metric 'kept'"]
+            if limit == 4
+            else []
+        )
+
+
+def test_a_metric_without_a_state_is_left_out_where_nothing_follows(tmp_path: Path) -> None:
+    """A run that was killed between the last update of an epoch and its end resumes there: with nothing that it has seen."""
+    killed, resumed = (make(tmp_path, Unnamed(), "attach_metric", every=4) for _ in range(2))
+    for trainer in (killed, resumed):
+        attach_metric(trainer, Accuracy(), "accuracy")
+
+    def stop() -> None:
+        raise StopError("killed")
+
+    killed.append_event_handler(Events.ITERATION_COMPLETED(once=4), stop)
+    with pytest.raises(StopError):
+        killed.run(batches(), max_epochs=1)
+    assert [*resumed.run(batches(), max_epochs=1).metrics] == ["accuracy"]
 
 
 class OfContainers(Metric):

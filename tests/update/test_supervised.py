@@ -201,6 +201,9 @@ NOT_ONE_TARGET: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "two, in a tuple": (lambda x, y: (x, (y, y)), "a tuple of 2"),
     "two, beside inputs by name": (lambda x, y: ({"x": x, "scale": torch.ones(())}, [y, y]), "a list of 2"),
     "by name": (lambda x, y: (x, {"a": y, "b": y}), r"one with the keys \['a', 'b'\]"),
+    "none": (lambda x, y: (x, None), "None of type NoneType"),
+    "a number": (lambda x, y: (x, 1), "1 of type int"),
+    "a tensor of one number": (lambda x, y: (x, y.mean()), r"a tensor of shape \(\)"),
     "by name, beside inputs by name": (lambda x, y: ({"x": x}, {"a": y, "b": y}), r"one with the keys \['a', 'b'\]"),
 }
 
