@@ -306,7 +306,7 @@ def _checked_terms(output: ForwardOutput, totals: TermTotals) -> Mapping[str, tu
     if totals is not None and not totals:
         raise ForwardContractError(
             f"a loss with several denominators ({_listed(terms)}) needs them before backward; pass "
-            "options=UpdateOptions(sample_sizes=function), where function(micro_batch) returns them by name; it does not hold for "
+            "options=UpdateOptions(sample_sizes=function), where function(micro_batch) returns them by name; this is not for "
             "update(..., forward=). An update of one micro-batch on one rank needs none, with normalize=True and without "
             "on_out_of_memory='split'"
         )
