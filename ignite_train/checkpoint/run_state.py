@@ -79,8 +79,7 @@ class RunState:
         sources = self._sources(reader, source)
         published = [name for name, entry in self._objects.own.items() if isinstance(entry, PublishedMetrics)]
         self.fresh = [*added, *(name for name in self._objects.own if name not in sources and name not in published)]
-        begins = run.begin_schedules(self.fresh)
-        self._begins = [(schedule, schedule.state_dict()) for schedule in begins.values()]
+        self._begins = [(schedule, schedule.state_dict()) for schedule in run.begin_schedules(self.fresh)]
         self._fit = Fit(
             str(reader.path), run, self._objects, {name: reader.outline(name, rank=rank) for name, rank in sources.items()}
         )

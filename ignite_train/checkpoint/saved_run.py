@@ -195,7 +195,7 @@ class SavedRun:
         """The options of each group of an optimizer, as the script has set them."""
         return self._script[name]
 
-    def begin_schedules(self, fresh: Collection[str]) -> dict[str, LRScheduler]:
+    def begin_schedules(self, fresh: Collection[str]) -> list[LRScheduler]:
         """Notes which optimizers have the script's rates in a resumed run, since no schedule over them is restored.
 
         A schedule that begins has set the rates when the script made it, and computes those that follow from them.
@@ -204,13 +204,13 @@ class SavedRun:
             fresh: names of objects that start from the beginning.
 
         Returns:
-            The schedules that begin, by their names.
+            The schedules that begin.
         """
         names = {name: self._optimizers_of(schedule) for name, schedule in self._schedules.items()}
         restored = {one for name, found in names.items() if name not in {*fresh, *self.left_out} for one in found}
         begins = {name: found for name, found in names.items() if found and not found & restored}
         self._begun = {one for found in begins.values() for one in found}
-        return {name: self._schedules[name] for name in begins}
+        return [self._schedules[name] for name in begins]
 
     def _optimizers_of(self, schedule: LRScheduler) -> set[str]:
         """The names of the optimizers whose rates a schedule computes; one that waits for a score only lowers what it finds."""
