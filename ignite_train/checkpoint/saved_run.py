@@ -220,18 +220,14 @@ class SavedRun:
         optimizers = self.objects().optimizers
         return {name for name, one in optimizers.items() if any(id(group) in groups for group in one.param_groups)}
 
-    def wins(self, name: str) -> set[str]:
-        """The names of the options of an optimizer that the script decides."""
-        is_over_lr = "lr" in self.script_wins
-        of_schedules = {"lr", *_OF_SCHEDULES} if name in self._begun else {"initial_lr"} if is_over_lr else set[str]()
-        return {*self.script_wins, *of_schedules}
-
     def decided(self, name: str) -> list[dict[str, Any]]:
         """The options of each group of an optimizer that the script decides."""
-        decided, wins = list[dict[str, Any]](), self.wins(name)
+        begins = name in self._begun
+        over_lr = {"lr", *_OF_SCHEDULES} if begins else {"initial_lr"} if "lr" in self.script_wins else set[str]()
+        decided = list[dict[str, Any]]()
         for group in self._script.get(name, ()):
-            cycled = _CYCLED if name in self._begun and "max_momentum" in group else set[str]()
-            decided.append({key: value for key, value in group.items() if key in wins | cycled})
+            wins = {*self.script_wins, *over_lr, *(_CYCLED if begins and "max_momentum" in group else ())}
+            decided.append({key: value for key, value in group.items() if key in wins})
         return decided
 
     def continue_with(self, name: str, description: Mapping[str, Any]) -> None:
