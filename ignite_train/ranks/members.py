@@ -377,6 +377,7 @@ class Members:
             self._send_state(arrivals)
         elif rank in arrivals:
             _warn_of_lost_updates(mine, newest)
+            _warn_of_another_run(mine, newest)
             self._receive_state(source)
         self.is_stopped = self._is_new and any(one.data["stops"] for one in participants)
         self._is_new = False
@@ -604,6 +605,18 @@ def _warn_of_lost_updates(mine: _Participant, newest: _Participant) -> None:
             f"this replica has resumed after update {mine.step}, and takes over the state after {newest.step} from those that "
             "train, which began without it: the updates between are made again; with --min-replicas as many as there are, all "
             "begin together, from the furthest"
+        )
+
+
+def _warn_of_another_run(mine: _Participant, newest: _Participant) -> None:
+    """Where a replica may be at another `run` of the script. A script may also have left runs out, so this is no error."""
+    own, other = mine.data["ended_runs"] + 1, newest.data["ended_runs"] + 1
+    if own != other and collectives.is_main_rank():
+        _logger.warning(
+            f"this replica makes run {own} since its start, and takes over the state of replica {_name(newest.replica_id)}, "
+            f"which makes run {other}: if these are different runs of the script, it trains on the wrong data; start a script "
+            "for each run, or attach a Checkpoint to each, so that a replica that is started again has nothing to do in those "
+            "before"
         )
 
 

@@ -436,6 +436,26 @@ def test_stages_with_a_trainer_each_run_one_after_the_other(tmp_path: Path, monk
     lines = sorted(done.stdout.splitlines())
     assert [line[:4] for line in lines] == ["1 12", "1 12", "2 12", "2 12"]
     assert lines[0] == lines[1] != lines[2] == lines[3]
+    assert "makes run" not in done.stderr  # both are always in the same
+
+
+@pytest.mark.parametrize("own", [0, 1, 2])
+def test_a_replica_that_joins_another_run_of_the_script_says_so(
+    own: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was started again, is in the first run, and would read its data with the state of the second, without a word."""
+    process_group = pytest.importorskip("torchft.process_group", reason="elastic replicas need the extra ignite_train[elastic]")
+    monkeypatch.setattr(process_group.ProcessGroupGloo, "configure", lambda *_: None)
+    monkeypatch.setattr(members.Members, "_receive_state", lambda *_: None)
+    data = {"is_new": False, "ended_runs": 1, "nonce": "", "key": "", "history": "", "stops": False, "num_ranks": 1}
+    running = members._Participant("0:some", "127.0.0.1:1", 15, data)
+    mine = members._Participant("1:other", "127.0.0.1:1", 0, data | {"is_new": True, "ended_runs": own})
+    one = members.Members("http://127.0.0.1:1")
+    one._identity = mine.replica_id
+    one._form([running, mine])
+
+    line = f"this replica makes run {own + 1} since its start, and takes over the state of replica 0, which makes run 2: "
+    assert [message.startswith(line) for message in caplog.messages] == [True] * (own != 1)
 
 
 def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
