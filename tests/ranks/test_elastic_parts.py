@@ -509,6 +509,24 @@ def test_the_launcher_replaces_a_replica_that_was_stopped_or_killed(tmp_path: Pa
         assert launcher.run() == 0
 
 
+def test_the_launcher_goes_on_where_it_has_killed_all_replicas(tmp_path: Path) -> None:
+    """It took those that it had just killed, since they were stopped, for replicas that have ended for good."""
+    pytest.importorskip("torchft", reason="elastic replicas need the extra ignite_train[elastic]")
+    from ignite_train.elastic import ElasticLauncher
+
+    script = (
+        "import os, signal, sys, pathlib\n"
+        "first = pathlib.Path(sys.argv[1]) / 'first'\n"
+        "if not first.exists():\n"
+        "    first.touch()\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "pathlib.Path(os.environ['IGNITE_TRAIN_ENDED']).touch()\n"
+    )
+    with ElasticLauncher([sys.executable, "-S", "-c", script, str(tmp_path)], 1, hang_seconds=0.1) as launcher:
+        assert launcher.run() == 0
+    assert launcher.num_restarts == 1
+
+
 @pytest.mark.parametrize(("makes", "restarts", "status"), [(1, 1, 0), (9, 2, 1)], ids=["once", "each time"])
 def test_the_launcher_replaces_a_replica_that_ends_well_before_the_last_update(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, makes: int, restarts: int, status: int
