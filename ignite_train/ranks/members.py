@@ -100,6 +100,7 @@ class Members:
     """
 
     _in_run: ClassVar[Members | None] = None  # in this process
+    _ended_runs: ClassVar[int] = 0  # of this process, whichever trainer they had
 
     def __init__(self, lighthouse: str) -> None:
         self._lighthouse = lighthouse
@@ -112,7 +113,7 @@ class Members:
         self._group: Any = None
         self._key = ""  # of the process group; empty where there is none that works
         self._history = ""
-        self._is_new, self._has_parted, self._stops = True, False, False
+        self._is_new, self._stops = True, False
         self._question: _Question | None = None
         self._quorum: Sequence[_Participant] | None = None  # an answer that names other members, which are to form a group
         self._is_settled = False  # whether the members of the update to come are known already
@@ -136,7 +137,7 @@ class Members:
         if Members._in_run is not None:
             raise RuntimeError("a process can have one run with reduction='elastic' at a time, got a second; run them in turn")
         Members._in_run = self
-        if self._has_parted and _ENDED in os.environ:  # the script continues with another run
+        if Members._ended_runs and _ENDED in os.environ:  # the script continues with another run
             Path(os.environ[_ENDED]).unlink(missing_ok=True)
         self.is_stopped = self._stops = False
         self._is_new, self._history, self._capture, self._restore = True, "", capture, restore
@@ -169,7 +170,7 @@ class Members:
 
     def note_end(self) -> None:
         """Leaves the sign that a run has ended, by which the launcher and replicas that are starting know it."""
-        self._has_parted = True
+        Members._ended_runs += 1
         if (path := os.environ.get(_ENDED)) is not None:
             Path(path).touch()
 
@@ -308,7 +309,7 @@ class Members:
                     self._form(quorum)
                     self._is_settled = True
                     return
-            elif self._is_new and not self._has_parted and collectives.any_rank(_has_ended()):  # the others have gone
+            elif self._is_new and not Members._ended_runs and collectives.any_rank(_has_ended()):  # the others have gone
                 raise _nothing_left()
             quorum = None
             if collectives.any_rank(time.monotonic() > deadline):
@@ -323,7 +324,7 @@ class Members:
         if not collectives.is_main_rank():
             return None
         own = {"key": self._key, "history": self._history, "is_new": self._is_new}
-        own |= {"has_parted": self._has_parted, "stops": self._stops, "num_ranks": collectives.world_size()}
+        own |= {"ended_runs": Members._ended_runs, "stops": self._stops, "num_ranks": collectives.world_size()}
         try:
             answer = self._client.quorum(
                 replica_id=self._identity,
@@ -376,6 +377,7 @@ class Members:
             self._send_state(arrivals)
         elif rank in arrivals:
             _warn_of_lost_updates(mine, newest)
+            _warn_of_another_run(mine, newest)
             self._receive_state(source)
         self.is_stopped = self._is_new and any(one.data["stops"] for one in participants)
         self._is_new = False
@@ -392,7 +394,7 @@ class Members:
             ValueError: this replica has another number of ranks.
             MembersChangedError: another replica ends for one of these reasons.
         """
-        have_not_run = all(one.data["is_new"] and not one.data["has_parted"] for one in participants)
+        have_not_run = all(one.data["is_new"] and not one.data["ended_runs"] for one in participants)
         if have_not_run and collectives.any_rank(_has_ended()):
             raise _nothing_left()
         behind = [one for one in participants if not one.data["is_new"] and _place(one) != _place(newest)]
@@ -603,6 +605,18 @@ def _warn_of_lost_updates(mine: _Participant, newest: _Participant) -> None:
             f"this replica has resumed after update {mine.step}, and takes over the state after {newest.step} from those that "
             "train, which began without it: the updates between are made again; with --min-replicas as many as there are, all "
             "begin together, from the furthest"
+        )
+
+
+def _warn_of_another_run(mine: _Participant, newest: _Participant) -> None:
+    """Where a replica may be at another `run` of the script. A script may also have left runs out, so this is no error."""
+    own, other = mine.data["ended_runs"] + 1, newest.data["ended_runs"] + 1
+    if own != other and collectives.is_main_rank():
+        _logger.warning(
+            f"this replica makes run {own} since its start, and takes over the state of replica {_name(newest.replica_id)}, "
+            f"which makes run {other}: if these are different runs of the script, it trains on the wrong data; start a script "
+            "for each run, or attach a Checkpoint to each, so that a replica that is started again has nothing to do in those "
+            "before"
         )
 
 

@@ -176,7 +176,8 @@ class ElasticLauncher:
                 self._start_again(number, code)
         if self._stops_at is not None and time.monotonic() > self._stops_at:
             self.send(signal.SIGKILL)
-        return all(replica.code() is not None for replica in self.replicas.values())
+        # Those that have ended since `codes` was made, as by the lines above, are seen to in the next look.
+        return None not in codes.values() and all(replica.code() is not None for replica in self.replicas.values())
 
     def send(self, number: int) -> None:
         """Sends a signal to each process that runs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -314,7 +315,7 @@ def test_a_replica_whose_learning_rate_is_another_one_ends() -> None:
     replicas = [members.Members("http://127.0.0.1:1") for _ in range(3)]
     for one, rate in zip(replicas, (0.05, 0.1, 0.1), strict=True):
         one.commit(1, (rate,))
-    told = {"is_new": False, "has_parted": False, "num_ranks": 1}
+    told = {"is_new": False, "ended_runs": 0, "num_ranks": 1}
     named = [members._Participant(str(number), "", 1, {**told, "history": one._history}) for number, one in enumerate(replicas)]
     newest = members._newest(named)
 
@@ -333,7 +334,7 @@ def test_a_group_that_is_never_formed_is_given_up(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(process_group.ProcessGroupGloo, "configure", lambda *_: wait.wait(60))
     monkeypatch.setattr(members, "_REBUILD_AT_MOST", 0.05)
     monkeypatch.setenv("IGNITE_TRAIN_PATIENCE_SECONDS", "0.2")
-    data = {"is_new": True, "has_parted": False, "nonce": "", "key": "", "history": "", "stops": False, "num_ranks": 1}
+    data = {"is_new": True, "ended_runs": 0, "nonce": "", "key": "", "history": "", "stops": False, "num_ranks": 1}
     only = SimpleNamespace(replica_id="", data=data, step=0, store_address="127.0.0.1:1")
 
     monkeypatch.setattr(members.Members, "_ask", lambda *_: [only])
@@ -349,6 +350,7 @@ def test_a_group_that_is_never_formed_is_given_up(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("is_silent", [False, True], ids=["that has ended with the run", "that waits for more members"])
 def test_a_replica_does_not_wait_for_a_lighthouse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, is_silent: bool) -> None:
     """One that has made the last update ends well; one that was just starting says that nothing is left."""
+    monkeypatch.setattr(members.Members, "_ended_runs", 0)  # which is put back
     ended, over = tmp_path / "ended", threading.Event()
     ended.touch()
     monkeypatch.setenv("IGNITE_TRAIN_ENDED", str(ended))
@@ -363,6 +365,7 @@ def test_a_replica_does_not_wait_for_a_lighthouse(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(members.Members, "_ask", ask)
 
     members.Members("http://127.0.0.1:1").part(lambda: 0, stopped=False)
+    monkeypatch.setattr(members.Members, "_ended_runs", 0)  # as in a process of its own
     with pytest.raises(NoQuorumError, match=r"^the run has ended while this replica was starting"):
         members.Members("http://127.0.0.1:1").renew(lambda: 0)
     over.set()
@@ -383,6 +386,7 @@ def test_a_run_that_has_nothing_to_do_leaves_the_sign_of_its_end(
     with_members: Callable[[FewMembers], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, again: bool
 ) -> None:
     """As where all replicas are started after the last update: by that file the launcher knows that nothing is left."""
+    monkeypatch.setattr(members.Members, "_ended_runs", 0)  # which is put back
     with_members(FewMembers())
     whole = make()
     whole.run(loader(), max_epochs=2)
@@ -400,6 +404,58 @@ def test_a_run_that_has_nothing_to_do_leaves_the_sign_of_its_end(
         real.join(lambda: 0, lambda: torch.zeros(1), lambda content: None)
         real.leave()
         assert not (tmp_path / "ended").exists()
+
+
+STAGES = """
+import logging, os, sys, torch
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+from elastic_script import Samples, make_model
+from ignite_train import ForwardOutput, ResumableLoader, UpdateOptions, create_trainer
+torch.manual_seed(0)
+model = make_model()
+def forward(model, micro_batch):
+    _, x, y = micro_batch
+    return ForwardOutput((model(x) - y).square().sum(), sample_size=len(y))
+for stage in (1, 2):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    trainer = create_trainer(model, optimizer, forward, seed=stage, options=UpdateOptions(reduction="elastic"))
+    trainer.run(ResumableLoader(Samples(24), batch_size=2, shuffle=True), max_epochs=2)
+    print(stage, trainer.state.iteration, [value.sum().item() for value in model.parameters()])
+"""
+
+
+@pytest.mark.slow
+def test_stages_with_a_trainer_each_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second trainer took the end of the first one's run for that of its own, and refused to begin."""
+    pytest.importorskip("torchft", reason="elastic replicas need the extra ignite_train[elastic]")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # tests/support
+    (tmp_path / "stages.py").write_text(STAGES)
+    done = launch("--replicas", "2", "--min-replicas", "2", str(tmp_path / "stages.py"))
+
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert [line[:4] for line in lines] == ["1 12", "1 12", "2 12", "2 12"]
+    assert lines[0] == lines[1] != lines[2] == lines[3]
+    assert "makes run" not in done.stderr  # both are always in the same
+
+
+@pytest.mark.parametrize("own", [0, 1, 2])
+def test_a_replica_that_joins_another_run_of_the_script_says_so(
+    own: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was started again, is in the first run, and would read its data with the state of the second, without a word."""
+    process_group = pytest.importorskip("torchft.process_group", reason="elastic replicas need the extra ignite_train[elastic]")
+    monkeypatch.setattr(process_group.ProcessGroupGloo, "configure", lambda *_: None)
+    monkeypatch.setattr(members.Members, "_receive_state", lambda *_: None)
+    data = {"is_new": False, "ended_runs": 1, "nonce": "", "key": "", "history": "", "stops": False, "num_ranks": 1}
+    running = members._Participant("0:some", "127.0.0.1:1", 15, data)
+    mine = members._Participant("1:other", "127.0.0.1:1", 0, data | {"is_new": True, "ended_runs": own})
+    one = members.Members("http://127.0.0.1:1")
+    one._identity = mine.replica_id
+    one._form([running, mine])
+
+    line = f"this replica makes run {own + 1} since its start, and takes over the state of replica 0, which makes run 2: "
+    assert [message.startswith(line) for message in caplog.messages] == [True] * (own != 1)
 
 
 def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -451,6 +507,24 @@ def test_the_launcher_replaces_a_replica_that_was_stopped_or_killed(tmp_path: Pa
             time.sleep(0.01)
         (tmp_path / "enough").touch()
         assert launcher.run() == 0
+
+
+def test_the_launcher_goes_on_where_it_has_killed_all_replicas(tmp_path: Path) -> None:
+    """It took those that it had just killed, since they were stopped, for replicas that have ended for good."""
+    pytest.importorskip("torchft", reason="elastic replicas need the extra ignite_train[elastic]")
+    from ignite_train.elastic import ElasticLauncher
+
+    script = (
+        "import os, signal, sys, pathlib\n"
+        "first = pathlib.Path(sys.argv[1]) / 'first'\n"
+        "if not first.exists():\n"
+        "    first.touch()\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "pathlib.Path(os.environ['IGNITE_TRAIN_ENDED']).touch()\n"
+    )
+    with ElasticLauncher([sys.executable, "-S", "-c", script, str(tmp_path)], 1, hang_seconds=0.1) as launcher:
+        assert launcher.run() == 0
+    assert launcher.num_restarts == 1
 
 
 @pytest.mark.parametrize(("makes", "restarts", "status"), [(1, 1, 0), (9, 2, 1)], ids=["once", "each time"])
