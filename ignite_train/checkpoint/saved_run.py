@@ -36,7 +36,7 @@ __all__ = ["SavedRun", "checked_names", "checked_objects"]
 
 _CARRIED = "carried"  # in `leave_out`: what forward has carried on each rank, in `state.carried`
 _OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}  # options that only schedules set
-_CYCLED = {"momentum", "betas"}  # what a schedule sets too that cycles the momentum
+_CYCLED = {"momentum", "betas"}  # a schedule that cycles the momentum sets these too
 _LOSS_SCALING = "loss_scaling"  # in `leave_out`: the scale of the loss and the counters of its policy
 _logger = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class SavedRun:
     def begin_schedules(self, fresh: Collection[str]) -> list[LRScheduler]:
         """Notes which optimizers have the script's rates in a resumed run, since no schedule over them is restored.
 
-        A schedule that begins has set the rates when the script made it, and computes those that follow from them.
+        A schedule that begins has set the rates when the script made it, and computes later rates from these.
 
         Args:
             fresh: names of objects that start from the beginning.
@@ -213,7 +213,7 @@ class SavedRun:
         return [self._schedules[name] for name in begins]
 
     def _optimizers_of(self, schedule: LRScheduler) -> set[str]:
-        """The names of the optimizers whose rates a schedule computes; one that waits for a score only lowers what it finds."""
+        """The names of the optimizers whose rates a schedule computes; `ReduceLROnPlateau` only lowers what it finds."""
         if isinstance(schedule, ReduceLROnPlateau):
             return set()
         groups = [*map(id, schedule.optimizer.param_groups)]

@@ -609,7 +609,7 @@ def _warn_of_lost_updates(mine: _Participant, newest: _Participant) -> None:
 
 
 def _warn_of_another_run(mine: _Participant, newest: _Participant) -> None:
-    """Where a replica may be at another `run` of the script. A script may also have left runs out, so this is no error."""
+    """Warns where a replica may be at another `run` of the script. It may have left runs out rightly, so it is not refused."""
     own, other = mine.data["ended_runs"] + 1, newest.data["ended_runs"] + 1
     if own != other and collectives.is_main_rank():
         _logger.warning(

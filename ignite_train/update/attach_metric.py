@@ -31,8 +31,9 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
     The metric sees the `outputs` of each micro-batch that had its effect: a micro-batch that ran out of memory and was dropped
     or halved, an update that was skipped, and an update that broke off and is repeated leave no trace. It is reset when an
     epoch begins, computed when it ends, and in every checkpoint; a run that resumes on another number of ranks starts it from
-    the beginning, and logs a warning. So does one that resumes within an epoch with a metric that names no attributes to save
-    in `_state_dict_all_req_keys`, as `CohenKappa` and many of a script's own: it counts what follows. After an epoch whose
+    the beginning, and logs a warning. A metric that names no attributes to save in
+    `_state_dict_all_req_keys`, as `CohenKappa` and many of a script's own, counts only what follows where a run resumes within
+    an epoch, and the log says so. After an epoch whose
     updates were all skipped it is left out, and a warning says so. Collective at the end of an epoch: attach it on all ranks.
     Predictions are those before the step, in training mode. They are kept without their graphs until the end of the update,
     which costs their memory.
@@ -86,7 +87,7 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
 
 
 def _shown(trainer: Trainer, name: str) -> _Shown:
-    """What shows the metrics of `trainer` its updates: made for the first of them, whose name an error of forward has."""
+    """The object that shows updates to the metrics of `trainer`; `name`, of the first metric, is in errors of forward."""
     for _, handler, _ in attached(trainer):
         if isinstance(owner := owner_of(handler), _Shown):
             return owner

@@ -751,7 +751,7 @@ def of_the_last_layer(model: nn.Module, batch: Batch) -> ForwardOutput:
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_another_forward_in_the_first_update(steps, caplog):
-    """As where a run is resumed before such an update: the others are graphs all the same."""
+    """A run that is resumed before such an update begins with it. The other updates are graphs all the same."""
     setups = [make(way) for way in (True, False)]
     for setup in setups:
         for group in (batches(3)[:1] * steps, batches(4) * steps):

@@ -263,7 +263,7 @@ def say(line: str) -> None:
 
 
 def train_with_workers(name: str, persistent: bool) -> None:
-    """Runs for minutes, if nobody stops it, and prints when it trains and how it ended."""
+    """Runs for minutes unless it is stopped, and prints when it trains and how it ended."""
     # The update that a signal meets still needs its workers, which have 4 micro-batches ready.
     trainer, stop = make("auto", accumulation_steps=64), StopOnSignal([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
     stop.attach(trainer)
@@ -285,7 +285,7 @@ def train_with_workers(name: str, persistent: bool) -> None:
     ],
 )
 def test_a_signal_to_the_group_leaves_the_workers(number: signal.Signals, name: str, persistent: bool) -> None:
-    """As torchrun and terminals send it: the update is completed with what the workers give, and the run returns."""
+    """Torchrun and terminals send it so. The update is completed with what the workers give, and the run returns."""
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; import test_signals; test_signals.train_with_workers({name!r}, {persistent})"
     )
