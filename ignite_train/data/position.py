@@ -89,6 +89,16 @@ class DataPosition:
         self.at_end = self.jumps = False
         self.reads_past = self.has_restored = False  # the latter: the loader's own state was put back within a pass
 
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """In it the pass is opened: after an error the random generators are as before, and the next run draws the same."""
+        before = {**capture_random_state(), "own": self._own_generators()}
+        try:
+            yield
+        except BaseException:
+            self._put_back(before)
+            raise
+
     def find(self, saved: Mapping[str, Any], skip: int) -> None:
         """Prepares the loader for a pass that begins after the `skip` groups after which `saved` was written. Collective.
 
@@ -169,8 +179,14 @@ class DataPosition:
 
     def take_back_opening(self) -> None:
         """Puts the generators back to what they were before the pass was opened, at the start of an epoch."""
-        in_full(partial(restore_random_state, self._opening))
-        self._set_own_generators(self._opening["own"])
+        self._put_back(self._opening)
+
+    def _put_back(self, states: Mapping[str, Any]) -> None:
+        def put_back() -> None:
+            restore_random_state(states)
+            self._set_own_generators(states["own"])
+
+        in_full(put_back)
 
     def note(self, *, exhausted: bool) -> None:
         """Call it when a group was read, before anything is read ahead, and when the loader is exhausted."""

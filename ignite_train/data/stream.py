@@ -135,13 +135,14 @@ class Stream:
     def _begin_pass(self, saved: Mapping[str, Any]) -> None:
         set_epoch(self.data, self._passes)
         self._place, self._since_found = DataPosition(self.data), 0
-        self._place.find(saved, self._given)
-        self._start = {}
-        self._micro_batches = self._place.open()
-        if self._place.reads_past:
-            for _ in range(self._given):
-                next(self._micro_batches, None)
-        self._place.found()
+        with self._place.opening():
+            self._place.find(saved, self._given)
+            self._start = {}
+            self._micro_batches = self._place.open()
+            if self._place.reads_past:
+                for _ in range(self._given):
+                    next(self._micro_batches, None)
+            self._place.found()
         if self._place.is_stateful and not self._given and not self._begun:
             self._begun[self._passes] = self._place.saved(0, 0, latest=True)
 
