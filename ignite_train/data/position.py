@@ -17,7 +17,7 @@ from ignite_train.data.description import Pipeline, Seekable, attributes_of_samp
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.engine.attachable import Stateful
 from ignite_train.errors import CheckpointError, TrainingError
-from ignite_train.internals.of_torch import pass_of, sampler_pass_of
+from ignite_train.internals.of_torch import end_workers, has_lost_workers, pass_of, sampler_pass_of
 from ignite_train.model.in_full import in_full
 from ignite_train.model.random_state import (
     capture_random_state,
@@ -38,8 +38,13 @@ def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
 
     A DataLoader draws a seed when it starts its workers. Persistent workers start once in a process, so that the first pass of
     a resumed process would draw once more than the same pass did before. That seed is drawn from a copy of the generator.
+    Others start likewise where one has ended, as by the stop button of a notebook.
     """
-    if not isinstance(loader, DataLoader) or not loader.persistent_workers or pass_of(loader) is not None:
+    if not isinstance(loader, DataLoader) or not loader.persistent_workers:
+        return iter(loader)
+    if has_lost_workers(pass_of(loader)):
+        end_workers(loader)
+    if pass_of(loader) is not None:
         return iter(loader)
     own, copied = loader.generator, torch.Generator()
     copied.set_state((torch.default_generator if own is None else own).get_state())

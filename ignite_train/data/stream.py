@@ -10,6 +10,7 @@ from ignite_train.data.description import length_of
 from ignite_train.data.fetch_thread import FetchThread
 from ignite_train.data.position import DataPosition
 from ignite_train.data.samplers import set_epoch
+from ignite_train.internals.of_torch import has_lost_workers
 
 __all__ = ["NoData", "Stream", "is_of_stream"]
 
@@ -117,7 +118,8 @@ class Stream:
         """
         passes, given = state_dict["passes"], state_dict["given"]
         is_there = (passes, given) == (self._passes, self._given)
-        if is_there and (isinstance(self.data, Iterator) or (given and not self._is_broken)):
+        is_broken = self._is_broken or has_lost_workers(self._micro_batches)
+        if is_there and (isinstance(self.data, Iterator) or (given and not is_broken)):
             return
         if isinstance(self.data, Iterator) and self._given:
             raise TypeError(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -13,16 +16,18 @@ import torch
 from ignite.engine import Events
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader, Sampler
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from bits import bit_by_bit
 from control_c import at_each_place, unlike
-from ignite_train import ForwardOutput, Trainer, create_trainer
+from ignite_train import ForwardOutput, ResumableLoader, Trainer, create_evaluator, create_trainer
 from ignite_train.data.micro_batch_pass import MicroBatchPass
 from ignite_train.data.position import DataPosition, open_loader
 from ignite_train.data.run_data import RunData
 from ignite_train.data.stream import Stream
+from ignite_train.handlers import Validation
 
 KEPT = {"num_workers": 2, "persistent_workers": True}
 
@@ -72,14 +77,6 @@ def run_again(trainer: Trainer, loader: Any, **limits: Any) -> int:
             continue
         return stops
     raise AssertionError
-
-
-def stop(trainer: Trainer, update: int, event: Any = Events.ITERATION_STARTED) -> None:
-    def press() -> None:
-        handle.remove()
-        raise KeyboardInterrupt
-
-    handle = trainer.add_event_handler(event(once=update), press)
 
 
 OPENED_BY = (
@@ -132,3 +129,103 @@ def test_a_cell_that_is_run_again_and_stopped_again(at: tuple[int, ...], argumen
         assert run_again(trainer, loader, max_epochs=2) == len(pressed)
         outcomes.append(bits(trainer, model))
     assert outcomes[0] == outcomes[1]
+
+
+# --- workers that are kept -------------------------------------------------------------------------------------------------
+
+
+class Noisy(Dataset[Tensor]):
+    """Draws in the worker processes."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(float(index)) + torch.rand(()) * 0.1
+
+
+def stop_workers() -> None:
+    """As the stop button of a notebook, whose SIGINT goes to the workers too."""
+    for worker in multiprocessing.active_children():
+        while worker.is_alive():  # Python loses a Ctrl-C that comes as it frees something
+            os.kill(worker.pid, signal.SIGINT)  # type: ignore[arg-type]
+            worker.join(timeout=5)
+
+
+def stop(trainer: Trainer, update: int, event: Any = Events.ITERATION_STARTED, *, ends_workers: bool = False) -> None:
+    """Stops the run once; the workers have all given something by then, so that they are in torch's own loop."""
+
+    def press() -> None:
+        handle.remove()
+        if ends_workers:
+            stop_workers()
+        raise KeyboardInterrupt
+
+    handle = trainer.add_event_handler(event(once=update), press)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limits", [{"max_epochs": 3}, {"max_epochs": 4, "epoch_length": 5}], ids=["epochs", "epoch-length"])
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "new"])
+@pytest.mark.parametrize("kind", ["plain", "resumable", "stateful"])
+def test_the_stop_button_ends_workers_and_the_next_run_starts_others(kind: str, kept: bool, limits: dict[str, int]) -> None:
+    """Each later run ended with torch's `DataLoader worker (pid(s) …) exited unexpectedly`."""
+    outcomes = []
+    for updates, event in (((), None), ((2, 8, 9), Events.ITERATION_STARTED), ((2, 8), Events.ITERATION_COMPLETED)):
+        trainer, model = made()
+        if kind == "resumable":
+            loader: Any = ResumableLoader(Noisy(), 2, shuffle=True, seed=5, num_workers=2, persistent_workers=kept)
+        else:
+            make = StatefulDataLoader if kind == "stateful" else DataLoader
+            loader = make(torch.arange(12.0), 2, shuffle=True, num_workers=2, persistent_workers=kept)
+        for update in updates:
+            stop(trainer, update, event, ends_workers=True)
+        assert run_again(trainer, loader, **limits) == len(updates)
+        outcomes.append(bits(trainer, model)[: 2 if kind == "stateful" else 3])
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+def test_the_workers_of_a_validation_too() -> None:
+    """Which the run does not read as it is stopped: each cell trained an epoch and failed."""
+    outcomes = []
+    for updates in ((), (7,)):
+        trainer, model = made()
+        held_out = DataLoader(torch.arange(8.0), 2, shuffle=True, **KEPT)
+        Validation(create_evaluator(model, forward), held_out).attach(trainer)
+        for update in updates:
+            stop(trainer, update, ends_workers=True)
+        assert run_again(trainer, DataLoader(torch.arange(12.0), 2, shuffle=True), max_epochs=3) == len(updates)
+        outcomes.append(bits(trainer, model))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_ctrl_c_while_kept_workers_answer_that_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next run took a late answer for a micro-batch: `KeyError: _ResumeIteration(seed=None)`."""
+    outcomes = []
+    for presses in (False, True):
+        trainer, model = made()
+        loader = DataLoader(torch.arange(12.0), 2, shuffle=True, **KEPT)
+        trainer.run(loader, max_epochs=1)
+        if presses:
+
+            def press(_: Any) -> None:
+                raise KeyboardInterrupt
+
+            with monkeypatch.context() as patch:
+                patch.setattr(_MultiProcessingDataLoaderIter, "_get_data", press)
+                with pytest.raises(KeyboardInterrupt):
+                    trainer.run(loader, max_epochs=3)
+        trainer.run(loader, max_epochs=3)
+        outcomes.append(bits(trainer, model))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_kept_workers_that_live_are_kept() -> None:
+    """Also where the pass before was left in the middle."""
+    trainer, _ = made()
+    loader = DataLoader(torch.arange(12.0), 2, shuffle=True, **KEPT)
+    trainer.run(loader, max_iters=3)
+    workers = [*loader._iterator._workers]  # type: ignore[union-attr,attr-defined]
+    stop(trainer, 5)
+    assert run_again(trainer, loader, max_epochs=3) == 1
+    assert [*loader._iterator._workers] == workers  # type: ignore[union-attr,attr-defined]
