@@ -143,23 +143,24 @@ class MicroBatchPass:
             position: the position after them.
         """
         self._place, self._num_done = DataPosition(self.loader, copies=not isinstance(self.loader, Stream)), skip
-        self._place.find(position, skip)
-        self._plan = self._make_plan(skip, position)
-        self.max_micro_batches, self.more = None, 1
-        self._rounds = 0  # what the groups since the position was found add up to, if none is cut short
-        self._largest = self._num_as_large = 0  # the size of the largest group so far, and how many came since it did
-        self._read = self.num_read = 0  # micro-batches since the position was found, and in the latest group
-        self._waiting: list[Any] = []  # read for later groups
-        self._is_noted = True  # the place after the latest group; not while it arrives, nor where reading it has failed
-        self._is_lost = False  # the latest group was broken off, and its data replaced
-        self._has_ended = False  # the loader has no other group
-        self._surplus: bool | None = None  # whether the loader gave more than its length; None: not looked at yet
-        self._micro_batches = self._opened()
-        if self._place.reads_past:
-            self._read_past(was_exhausted=position.get("exhausted", False))
-        self._place.found()
-        if self._plan.looks_ahead:
-            self._look_ahead(Held(self._waiting))
+        with self._place.opening():
+            self._place.find(position, skip)
+            self._plan = self._make_plan(skip, position)
+            self.max_micro_batches, self.more = None, 1
+            self._rounds = 0  # what the groups since the position was found add up to, if none is cut short
+            self._largest = self._num_as_large = 0  # the size of the largest group so far, and how many came since it did
+            self._read = self.num_read = 0  # micro-batches since the position was found, and in the latest group
+            self._waiting: list[Any] = []  # read for later groups
+            self._is_noted = True  # the place after the latest group; not while it arrives, nor where reading it has failed
+            self._is_lost = False  # the latest group was broken off, and its data replaced
+            self._has_ended = False  # the loader has no other group
+            self._surplus: bool | None = None  # whether the loader gave more than its length; None: not looked at yet
+            self._micro_batches = self._opened()
+            if self._place.reads_past:
+                self._read_past(was_exhausted=position.get("exhausted", False))
+            self._place.found()
+            if self._plan.looks_ahead:
+                self._look_ahead(Held(self._waiting))
 
     def _make_plan(self, skip: int, position: Mapping[str, Any]) -> _Plan:
         """Looks at the lengths of all ranks. Collective, unless samples can be dealt again."""

@@ -17,7 +17,7 @@ from ignite_train.data.description import Pipeline, Seekable, attributes_of_samp
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.engine.attachable import Stateful
 from ignite_train.errors import CheckpointError, TrainingError
-from ignite_train.internals.of_torch import pass_of, sampler_pass_of
+from ignite_train.internals.of_torch import end_workers, has_lost_workers, pass_of, sampler_pass_of
 from ignite_train.model.in_full import in_full
 from ignite_train.model.random_state import (
     capture_random_state,
@@ -38,8 +38,13 @@ def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
 
     A DataLoader draws a seed when it starts its workers. Persistent workers start once in a process, so that the first pass of
     a resumed process would draw once more than the same pass did before. That seed is drawn from a copy of the generator.
+    Others start likewise where one has ended, as by the stop button of a notebook.
     """
-    if not isinstance(loader, DataLoader) or not loader.persistent_workers or pass_of(loader) is not None:
+    if not isinstance(loader, DataLoader) or not loader.persistent_workers:
+        return iter(loader)
+    if has_lost_workers(pass_of(loader)):
+        end_workers(loader)
+    if pass_of(loader) is not None:
         return iter(loader)
     own, copied = loader.generator, torch.Generator()
     copied.set_state((torch.default_generator if own is None else own).get_state())
@@ -88,6 +93,16 @@ class DataPosition:
         self._pass: object = None  # see `_pass_of`
         self.at_end = self.jumps = False
         self.reads_past = self.has_restored = False  # the latter: the loader's own state was put back within a pass
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """In it the pass is opened: after an error the random generators are as before, and the next run draws the same."""
+        before = {**capture_random_state(), "own": self._own_generators()}
+        try:
+            yield
+        except BaseException:
+            self._put_back(before)
+            raise
 
     def find(self, saved: Mapping[str, Any], skip: int) -> None:
         """Prepares the loader for a pass that begins after the `skip` groups after which `saved` was written. Collective.
@@ -169,8 +184,14 @@ class DataPosition:
 
     def take_back_opening(self) -> None:
         """Puts the generators back to what they were before the pass was opened, at the start of an epoch."""
-        in_full(partial(restore_random_state, self._opening))
-        self._set_own_generators(self._opening["own"])
+        self._put_back(self._opening)
+
+    def _put_back(self, states: Mapping[str, Any]) -> None:
+        def put_back() -> None:
+            restore_random_state(states)
+            self._set_own_generators(states["own"])
+
+        in_full(put_back)
 
     def note(self, *, exhausted: bool) -> None:
         """Call it when a group was read, before anything is read ahead, and when the loader is exhausted."""

@@ -10,6 +10,7 @@ from ignite_train.data.description import length_of
 from ignite_train.data.fetch_thread import FetchThread
 from ignite_train.data.position import DataPosition
 from ignite_train.data.samplers import set_epoch
+from ignite_train.internals.of_torch import has_lost_workers
 
 __all__ = ["NoData", "Stream", "is_of_stream"]
 
@@ -117,7 +118,8 @@ class Stream:
         """
         passes, given = state_dict["passes"], state_dict["given"]
         is_there = (passes, given) == (self._passes, self._given)
-        if is_there and (isinstance(self.data, Iterator) or (given and not self._is_broken)):
+        is_broken = self._is_broken or has_lost_workers(self._micro_batches)
+        if is_there and (isinstance(self.data, Iterator) or (given and not is_broken)):
             return
         if isinstance(self.data, Iterator) and self._given:
             raise TypeError(
@@ -132,16 +134,23 @@ class Stream:
             self._begin_pass({**state_dict["place"], "on_changed_data": self.on_changed_data})
         self._is_broken = False
 
+    def take_back_opening(self, state: Mapping[str, Any]) -> None:
+        """Puts the generators back to what they were before the running pass was opened, if it was behind `state`."""
+        is_behind = state["passes"] < self._passes or not state["given"]
+        if is_behind and self._place is not None and self._micro_batches is not None:
+            self._place.take_back_opening()
+
     def _begin_pass(self, saved: Mapping[str, Any]) -> None:
         set_epoch(self.data, self._passes)
         self._place, self._since_found = DataPosition(self.data), 0
-        self._place.find(saved, self._given)
-        self._start = {}
-        self._micro_batches = self._place.open()
-        if self._place.reads_past:
-            for _ in range(self._given):
-                next(self._micro_batches, None)
-        self._place.found()
+        with self._place.opening():
+            self._place.find(saved, self._given)
+            self._start = {}
+            self._micro_batches = self._place.open()
+            if self._place.reads_past:
+                for _ in range(self._given):
+                    next(self._micro_batches, None)
+            self._place.found()
         if self._place.is_stateful and not self._given and not self._begun:
             self._begun[self._passes] = self._place.saved(0, 0, latest=True)
 

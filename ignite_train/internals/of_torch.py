@@ -25,7 +25,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 __all__ = [
     "COLLECTIVE_NAMESPACES",
@@ -61,6 +61,7 @@ __all__ = [
     "give_hooks",
     "gives_sparse_gradients",
     "grad_mode_wrapper",
+    "has_lost_workers",
     "indices_of",
     "late_hooks_of",
     "modules_of",
@@ -237,6 +238,25 @@ def sampler_pass_of(loader: DataLoader[Any]) -> object:
 
 
 def end_workers(loader: DataLoader[Any]) -> None:
-    """Ends persistent workers at once; publicly they end only when the loader is freed, to which others may refer."""
-    if isinstance(own := pass_of(loader), _MultiProcessingDataLoaderIter):
+    """Ends persistent workers at once; publicly they end only when the loader is freed, to which others may refer.
+
+    The next pass starts others.
+    """
+    own = pass_of(loader)
+    vars(loader)[ITERATOR] = None
+    if isinstance(own, _MultiProcessingDataLoaderIter):
         own._shutdown_workers()
+
+
+def has_lost_workers(opened: object) -> bool:
+    """Whether a pass over a DataLoader, or the next one of persistent workers, needs a worker process that has ended.
+
+    A pass that was broken off before its workers got an index has lost them too: the next one would take their late answers
+    for micro-batches.
+    """
+    facts = vars(opened) if isinstance(opened, _BaseDataLoaderIter) else {}
+    if not facts.get("_workers"):
+        return False
+    needed = zip(facts["_workers"], facts["_workers_status"], strict=True)
+    is_kept = facts["_persistent_workers"]
+    return not facts["_send_idx"] or any((is_kept or is_used) and not worker.is_alive() for worker, is_used in needed)

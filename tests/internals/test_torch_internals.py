@@ -445,13 +445,16 @@ def pass_of_a_loader() -> bool:
     copied = copy.copy(loader)
     vars(copied)[ITERATOR] = None
     workers = [*torch.multiprocessing.active_children()]
+    lost = [of_torch.has_lost_workers(one) for one in (None, iter(()), passes[2])]
     of_torch.end_workers(loader)
     ended = [worker for worker in workers if not worker.is_alive()]
+    lost.append(of_torch.has_lost_workers(passes[2]))
     return (
         passes[0] is None
         and passes[1] is passes[2] is not None
         and [samplers[0] is None, samplers[1] is samplers[2]] == [True, False]
-        and of_torch.pass_of(copied) is None
+        and of_torch.pass_of(copied) is of_torch.pass_of(loader) is None
+        and lost == [False, False, False, True]
         and len(ended) == 1
     )
 
@@ -604,7 +607,7 @@ OF_TORCH: dict[Callable[[], bool], tuple[str, ...]] = {
     rates_of_schedules: ("LATEST_RATES",),
     schedules_of_schedules: ("MILESTONES", "PARTS", "parts_of_schedule"),
     counted_steps: ("COUNTS_STEPS", "HAS_STEPPED"),
-    pass_of_a_loader: ("ITERATOR", "end_workers", "pass_of", "sampler_pass_of"),
+    pass_of_a_loader: ("ITERATOR", "end_workers", "has_lost_workers", "pass_of", "sampler_pass_of"),
 }
 
 
