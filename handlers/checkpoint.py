@@ -108,7 +108,7 @@ class Checkpoint(Handler):
         script_wins: options of the optimizer, such as `("lr", "weight_decay")`, that keep the script's value when the run
             resumes. All others are taken from the checkpoint, and the log lists those that differ. With `"lr"`, a restored
             schedule keeps its position and its shape, over the script's rate. A schedule of which the checkpoint has no state
-            begins over the script's rate without it.
+            begins over the script's rate and momentum, also without it.
         give_up_after: with `on_error="warn"`, this many failures in a row are raised.
         on_changed_data: what happens if a run resumes in the middle of an epoch with another loader (another seed, length or
             batch size, for example), so that samples would be missed or used twice: `"raise"`, or `"warn"` and continue.

@@ -85,6 +85,7 @@ class LearningRateSchedule(Handler):
             raise TypeError(f"scheduler must be a scheduler of torch.optim.lr_scheduler, got {describe(scheduler)}")
         self.scheduler = scheduler
         self._event: Event = TrainEvents.STEP_COMPLETED
+        self._is_restored = False
         self._last_step: int | None = None  # as this handler has left it; None where it is not known, or others step it too
 
     def attach(self, trainer: Trainer, event: Event = TrainEvents.STEP_COMPLETED) -> RemovableEventHandle:
@@ -129,6 +130,7 @@ class LearningRateSchedule(Handler):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads it into the scheduler."""
         load_schedule(self.scheduler, state_dict)
+        self._is_restored = True
         # An earlier process has made the steps, which torch would miss where it resumes at the end of the first epoch.
         vars(self.scheduler.optimizer)[HAS_STEPPED] = True
 
@@ -162,7 +164,7 @@ class LearningRateSchedule(Handler):
         # At other events a skipped update does not hold the schedule back.
         num_skipped = trainer.state.num_skipped if self._event is TrainEvents.STEP_COMPLETED else 0
         for scheduler, last_step in _parts(self.scheduler, self._steps_to_come(trainer)):
-            if trainer.state.iteration == 0:
+            if trainer.state.iteration == 0 or (self._last_step == 0 and not self._is_restored):
                 _compare_length(scheduler, last_step, trainer, by_epoch=self._event in _BY_EPOCH)
                 continue
             if isinstance(scheduler, OneCycleLR) and last_step is not None:

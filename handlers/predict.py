@@ -220,7 +220,7 @@ def _check(everyones: list[tuple[Exception | None, list[tuple[int, int]], Any]])
     if twice is not None:
         raise ValueError(
             f"loader must give each sample once, over all ranks, got sample {twice} twice; pass "
-            "sampler=ShardedSampler(dataset, shuffle=False) to the DataLoader"
+            "the whole dataset on each rank, with sampler=ShardedSampler(dataset, shuffle=False), to the DataLoader"
         )
     _cat([form for _, _, form in everyones if form is not None])
 

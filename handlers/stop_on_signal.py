@@ -17,6 +17,7 @@ from types import FrameType, MethodType
 from typing import Any, NoReturn
 
 from ignite_train.arguments import describe, real_number
+from ignite_train.internals.of_torch import end_with_parent
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.in_full import in_full
 from ignite_train.ranks import collectives
@@ -30,6 +31,7 @@ _SAME_REQUEST_SECONDS = 2.0  # the scheduler and the launcher may both send it, 
 _PATIENCE_SECONDS = 2.0  # for the thread to end
 _OVER = 0  # no signal has this number
 _TOLD = 0x80  # more than the number of any signal
+_MAIN_THREAD = threading.main_thread()  # in a fork, the thread that forked is called so
 _LOADERS = "torch.utils.data.", "torchdata."
 _SIGNALS = tuple(number for number in signal.Signals if number.name in ("SIGTERM", "SIGUSR1"))
 
@@ -50,8 +52,9 @@ class StopOnSignal(Handler):
     stays, and has the signal for itself, unless it calls the one that was there. If several trainers are running, as for a GAN,
     a signal asks each trainer with a StopOnSignal of its own to stop.
 
-    Workers of loaders that are forked during a run have a process group of their own, and ignore `signals`, so that the run
-    can end its update when a signal is sent to all processes. SIGTERM that is sent to a worker itself ends it.
+    On Linux workers of loaders that the main thread forks during a run have a process group of their own, and ignore `signals`,
+    so that the run can end its update when a signal is sent to all processes. They end with the run's process, and by a SIGTERM
+    that is sent to them.
 
     Ranks that a script has started itself, as `idist.Parallel(nproc_per_node=...)` does, get SIGINT when a signal ends it:
     name it among `signals` there.
@@ -253,12 +256,15 @@ def _forget_in_child() -> None:
     """Without this a forked process would pass its signals on to this one, through the file descriptor that both have.
 
     The run needs the worker of a loader until its last update, so the worker is spared what is sent to all processes: torchrun
-    and terminals send it to the process group. torch handles SIGTERM in workers, which is how it ends them.
+    and terminals send it to the process group. torch handles SIGTERM in workers, which is how it ends them. What kills the
+    whole group no longer reaches the worker, so the kernel ends it with the thread that forked it, which must be the main one.
     """
     requests = {number for handler in _listening for number in handler._requests}
     for handler in _listening[::-1]:
         handler._restore()
-    if requests and _is_in_a_loader():
+    in_main_thread = threading.current_thread() is _MAIN_THREAD
+    if requests and in_main_thread and sys.platform == "linux" and _is_in_a_loader():
+        end_with_parent()
         os.setpgid(0, 0)
         for number in requests - {signal.SIGTERM}:
             signal.signal(number, signal.SIG_IGN)

@@ -216,7 +216,8 @@ class TrainState(_Carrying):
     Attributes:
         iteration: updates, 1-based: the number of the one that is running or ran last.
         epoch: 1-based number of the epoch that is running or ran last.
-        epoch_length: updates in this epoch, agreed over the ranks; None if the loader has no length.
+        epoch_length: updates in this epoch, agreed over the ranks. If the loader has no length, those of the epoch before,
+            and None in the first.
         num_steps: updates that moved the parameters.
         num_skipped: updates that did not.
         num_micro_batches: micro-batches this rank has started.

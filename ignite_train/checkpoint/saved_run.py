@@ -35,8 +35,8 @@ from ignite_train.trainer import Trainer
 __all__ = ["SavedRun", "checked_names", "checked_objects"]
 
 _CARRIED = "carried"  # in `leave_out`: what forward has carried on each rank, in `state.carried`
-_OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}  # options that only schedules set
-_CYCLED = {"momentum", "betas"}  # a schedule that cycles the momentum sets these too
+# The options that schedules set; some cycle the momentum too.
+_OF_SCHEDULES = {"lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum", "momentum", "betas"}
 _LOSS_SCALING = "loss_scaling"  # in `leave_out`: the scale of the loss and the counters of its policy
 _logger = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class SavedRun:
         self._attached: list[Any] = []  # the engines and their handlers when `_objects` were listed
         self._objects, self.left_out = RunObjects({}, {}, trainer, {}), set[str]()
         self._schedules: dict[str, LRScheduler] = {}  # those that are left out too
+        self._made: dict[str, dict[str, Any]] = {}  # the state of each when the script had made it
         self._begun: set[str] = set()  # the optimizers whose rates schedules set from their beginning in a resumed run
         self._script: dict[str, list[dict[str, Any]]] = {}  # options of each optimizer, as the script has set them
         self.in_effect: dict[str, list[dict[str, Any]]] = {}
@@ -160,7 +161,9 @@ class SavedRun:
     # --- what the user decides ---
 
     def begin(self, holders: Iterable[str] = ()) -> None:
-        """Notes the options of the script, once, and refuses unknown names. To be called before anything is read or trained.
+        """Notes the options and schedules of the script, once, and refuses unknown names.
+
+        To be called before anything is read or trained.
 
         Args:
             holders: names of handlers without a `state_dict` that a warning may name.
@@ -170,6 +173,8 @@ class SavedRun:
         """
         objects = self.objects()
         self.note(objects)
+        for name, schedule in self._schedules.items():
+            self._made.setdefault(name, schedule.state_dict())
         attached = {*objects.handlers()} | self.left_out
         handlers = sorted({name.partition("/")[2] for name in attached} | {*holders, _CARRIED, _LOSS_SCALING})
         options = sorted({key for groups in self._script.values() for group in groups for key in group})
@@ -195,7 +200,7 @@ class SavedRun:
         """The options of each group of an optimizer, as the script has set them."""
         return self._script[name]
 
-    def begin_schedules(self, fresh: Collection[str]) -> list[LRScheduler]:
+    def begin_schedules(self, fresh: Collection[str]) -> list[tuple[LRScheduler, dict[str, Any]]]:
         """Notes which optimizers have the script's rates in a resumed run, since no schedule over them is restored.
 
         A schedule that begins has set the rates when the script made it, and computes later rates from these.
@@ -204,13 +209,13 @@ class SavedRun:
             fresh: names of objects that start from the beginning.
 
         Returns:
-            The schedules that begin.
+            The schedules that begin, and the state in which the script has made each.
         """
         names = {name: self._optimizers_of(schedule) for name, schedule in self._schedules.items()}
         restored = {one for name, found in names.items() if name not in {*fresh, *self.left_out} for one in found}
         begins = {name: found for name, found in names.items() if found and not found & restored}
         self._begun = {one for found in begins.values() for one in found}
-        return [self._schedules[name] for name in begins]
+        return [(self._schedules[name], self._made[name]) for name in begins]
 
     def _optimizers_of(self, schedule: LRScheduler) -> set[str]:
         """The names of the optimizers whose rates a schedule computes; `ReduceLROnPlateau` only lowers what it finds."""
@@ -222,13 +227,9 @@ class SavedRun:
 
     def decided(self, name: str) -> list[dict[str, Any]]:
         """The options of each group of an optimizer that the script decides."""
-        begins = name in self._begun
-        over_lr = {"lr", *_OF_SCHEDULES} if begins else {"initial_lr"} if "lr" in self.script_wins else set[str]()
-        decided = list[dict[str, Any]]()
-        for group in self._script.get(name, ()):
-            wins = {*self.script_wins, *over_lr, *(_CYCLED if begins and "max_momentum" in group else ())}
-            decided.append({key: value for key, value in group.items() if key in wins})
-        return decided
+        over_lr = _OF_SCHEDULES if name in self._begun else {"initial_lr"} if "lr" in self.script_wins else set[str]()
+        wins = {*self.script_wins, *over_lr}
+        return [{key: value for key, value in group.items() if key in wins} for group in self._script.get(name, ())]
 
     def continue_with(self, name: str, description: Mapping[str, Any]) -> None:
         """Notes that the options of a checkpoint are in effect, except for those that the script decides.

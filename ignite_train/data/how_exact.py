@@ -55,6 +55,12 @@ def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
                 f"the workers of the {kind} are persistent: what a dataset draws in them depends on earlier epochs and "
                 "differs after resuming; use a ResumableLoader, or persistent_workers=False"
             )
+    if isinstance(loader, DataLoader) and loader.persistent_workers and isinstance(loader.dataset, HasEpoch):
+        doubts.append(
+            f"the workers of the {kind} are persistent: set_epoch of its dataset reaches them only if the dataset shares the "
+            "epoch with them, as those of Hugging Face do, or else they give the first epoch again and again, and new workers "
+            "after resuming give another; use a ResumableLoader, or persistent_workers=False"
+        )
     if length_of(loader) is None and not workers and collectives.world_size() > 1:
         doubts.append(
             f"the {kind} has no length, so {collectives.world_size()} ranks read it one micro-batch ahead: what it draws from "

@@ -92,8 +92,7 @@ def _updates(number: int | None, state: TrainState) -> str:
     updates = "updates" if number is None else f"{number} updates"
     if state.max_epochs is None:
         return updates
-    epochs = f"{state.max_epochs} epoch" + "s" * (state.max_epochs != 1)
-    return epochs if number is None else f"{updates} in {epochs}"
+    return f"{updates} in {state.max_epochs} epoch" + "s" * (state.max_epochs != 1)
 
 
 def _of_each(accumulation_steps: Any, data_ranks: int, data: Any) -> str:

@@ -89,10 +89,13 @@ def refuse_ended_iterator(state: TrainState, data: Iterable[Any]) -> None:
         ValueError: always.
     """
     limit = f"max_iters={state.max_iters}" if state.max_iters is not None else f"max_epochs={state.max_epochs}"
-    what = "an iterator" if isinstance(data, Iterator) else "one that gives nothing"
+    remedy, what = "pass a loader that can be iterated again, such as a DataLoader or a list", "an iterator"
+    if not isinstance(data, Iterator):
+        remedy = "pass a loader that gives micro-batches on each rank; without epoch_length a rank may have none"
+        what = "one that gives nothing"
     raise ValueError(
-        f"data ended after {state.iteration} updates of {limit}; pass a loader that can be iterated again, such as a "
-        f"DataLoader or a list, got {what} ({type(data).__name__}){without_full_batch(data)}"
+        f"data ended after {state.iteration} updates of {limit}; {remedy}, got {what} ({type(data).__name__})"
+        f"{without_full_batch(data)}"
     )
 
 

@@ -8,6 +8,7 @@ others.
 
 from __future__ import annotations
 
+import signal
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.loss import _Loss
@@ -49,6 +51,7 @@ __all__ = [
     "call_at_end_of_backward",
     "compiled_autograd",
     "donates_buffers",
+    "end_with_parent",
     "end_workers",
     "foreach_add_",
     "foreach_copy_",
@@ -260,3 +263,8 @@ def has_lost_workers(opened: object) -> bool:
     needed = zip(facts["_workers"], facts["_workers_status"], strict=True)
     is_kept = facts["_persistent_workers"]
     return not facts["_send_idx"] or any((is_kept or is_used) and not worker.is_alive() for worker, is_used in needed)
+
+
+def end_with_parent() -> None:
+    """Has the kernel kill this process when the thread that forked it ends. Does nothing on other systems than Linux."""
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)

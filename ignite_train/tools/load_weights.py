@@ -36,7 +36,13 @@ _WRAPPER = "module."  # what DistributedDataParallel adds to each name
 
 
 def load_weights(
-    model: nn.Module, path: str | Path, *, entry: str = "model", best: bool = False, strict: bool = True
+    model: nn.Module,
+    path: str | Path,
+    *,
+    entry: str = "model",
+    best: bool = False,
+    evaluated: bool = False,
+    strict: bool = True,
 ) -> list[str]:
     """Loads weights and buffers into `model`, and nothing else: no optimizer, no counters, no trainer is needed.
 
@@ -52,6 +58,8 @@ def load_weights(
             one name is enough. Or a directory of `torch.distributed.checkpoint`.
         entry: as for `consolidate`: `"ModelEMA"` loads the average. Only for a directory.
         best: the checkpoint with the best score, of the directory of a run.
+        evaluated: the weights with which a schedule-free optimizer evaluates, in place of those that it trains. Only for a
+            directory.
         strict: False leaves out weights that only the file or only the model has, or that differ in shape, or whose numbers
             would not be the same in the model's dtype: for a model with another last layer. Floating-point numbers, and complex
             ones, are rounded to the model's dtype.
@@ -80,7 +88,7 @@ def load_weights(
         raise TypeError(f"model must be a torch.nn.Module, got {describe(model)}")
     module, path = SavedModule(unwrap(model)), path_of("path", path)
     wanted = module.state_dict()
-    state = _read(path, entry, best=best)
+    state = _read(path, entry, best=best, evaluated=evaluated)
     found = {plain: state[name] for name, plain in _plain_names(state).items()}
     plain = _plain_names(wanted)
     _refuse_without_memory({name: value for name, value in wanted.items() if plain[name] in found})
@@ -156,9 +164,13 @@ def read_weights(path: str | Path, *, entry: str = "model") -> Mapping[str, Any]
     return {plain: state[name] for name, plain in _plain_names(state).items()} if is_of_torch else state
 
 
-def _read(path: Path, entry: str, *, best: bool = False) -> Mapping[str, Any]:
+def _read(path: Path, entry: str, *, best: bool = False, evaluated: bool = False) -> Mapping[str, Any]:
     path = _hub_file(path) or path
-    return _read_file(path, entry, best=best) if path.is_file() else _read_checkpoint(path, entry, best=best)
+    if not path.is_file():
+        return _read_checkpoint(path, entry, best=best, evaluated=evaluated)
+    if entry != "model" or best or evaluated:
+        raise CheckpointError(f"entry, best and evaluated are for checkpoints, and {path} is a file; leave them out")
+    return _read_file(path)
 
 
 def _hub_file(path: Path) -> Path | None:
@@ -178,16 +190,16 @@ def _hub_file(path: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _read_checkpoint(path: Path, entry: str, *, best: bool) -> Mapping[str, Any]:
-    state: Mapping[str, Any] = read_object(path, entry, best=best)
+def _read_checkpoint(path: Path, entry: str, *, best: bool, evaluated: bool) -> Mapping[str, Any]:
+    if evaluated and entry != "model":
+        raise CheckpointError(f"evaluated is about the model that is trained, got entry={entry!r}; use one of both")
+    state: Mapping[str, Any] = read_object(path, entry, best=best, evaluated=evaluated)
     if not _has_names(state) or not state:
         raise CheckpointError(f"entry must be an object with weights, got {entry!r} in {path}, which is {describe(state)}")
     return state
 
 
-def _read_file(path: Path, entry: str, *, best: bool) -> Mapping[str, Any]:
-    if entry != "model" or best:
-        raise CheckpointError(f"entry and best choose among checkpoints, and {path} is a file; leave them out")
+def _read_file(path: Path) -> Mapping[str, Any]:
     state: Mapping[str, Any] = _read_shards(path) if path.name.endswith(".index.json") else _loaded(path)
     for name in ("model", "state_dict"):
         if isinstance(state, Mapping) and isinstance(state.get(name), Mapping):

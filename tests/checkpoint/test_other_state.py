@@ -823,6 +823,9 @@ BEGUN: dict[str, Callable[[Any], Any]] = {
     "warm-up": lambda o: schedulers.LinearLR(o, 0.1, total_iters=4),
     "one cycle": lambda o: schedulers.OneCycleLR(o, 0.01, total_steps=20),
     "cyclic": lambda o: schedulers.CyclicLR(o, 0.001, 0.01, step_size_up=3),
+    "sequence with a cycle": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o, 0.1, total_iters=2), schedulers.CyclicLR(o, 0.001, 0.01, step_size_up=3)], [2]
+    ),
     "warm-up of ours": lambda o: WarmUpSchedule(o, "cosine", warm_up=3, total=12),
 }
 
@@ -902,6 +905,31 @@ def test_a_schedule_that_begins_with_an_epoch_is_put_back(tmp_path: Path) -> Non
     make = BEGUN["warm-up"]
     begun(tmp_path, None, 1)
     assert [rate for rate, _ in begun(tmp_path, make, 2, event=Events.EPOCH_STARTED)] == pytest.approx([0.001])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "warm-up", "one cycle", "warm-up of ours"])
+def test_a_schedule_begins_again_where_a_trainer_is_rolled_back(schedule: str, tmp_path: Path) -> None:
+    """The trainer goes back to a checkpoint without the schedule, which it has stepped meanwhile."""
+    begun(tmp_path / "first", None, 2)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    trainer, found = create_trainer(model, optimizer, forward), list[list[float]]()
+    LearningRateSchedule(BEGUN[schedule](optimizer)).attach(trainer)
+    Checkpoint(tmp_path / "second").attach(trainer)
+    trainer.append_event_handler(Events.ITERATION_STARTED, lambda: found[-1].append(optimizer.param_groups[0]["lr"]))
+    for _ in range(2):
+        found.append([])
+        trainer.run(LOADER, max_iters=6, resume=tmp_path / "first")
+    assert found[0] == [rate for rate, _ in alone(BEGUN[schedule], 4)] == found[1]
+
+
+def test_the_momentum_of_the_script_is_back_where_a_cycle_is_replaced(tmp_path: Path, caplog: Any) -> None:
+    """A one-cycle schedule has moved it; the schedule that takes its place begins over both."""
+    assert begun(tmp_path, BEGUN["one cycle"], 4)[-1][1] < 0.95
+    caplog.clear()
+    assert begun(tmp_path, BEGUN["cosine"], 6, "second") == alone(BEGUN["cosine"], 2)
+    assert "optimizer.momentum: 0.95 -> 0.9 (the script's is used)" in caplog.text
 
 
 def test_a_second_schedule_begins_over_the_restored_rate(tmp_path: Path) -> None:

@@ -1183,8 +1183,8 @@ WORDS += [
     (
         ended(LOOSE, max_epochs=1, epoch_length=2),
         ValueError,
-        "data ended after 0 updates of max_epochs=1; pass a loader that can be iterated again, such as a DataLoader or a list, "
-        f"got one that gives nothing (DataLoader){ITS_BATCH}",
+        "data ended after 0 updates of max_epochs=1; pass a loader that gives micro-batches on each rank; without epoch_length "
+        f"a rank may have none, got one that gives nothing (DataLoader){ITS_BATCH}",
     ),
     (
         lambda: evaluator().run(LOOSE),

@@ -710,3 +710,25 @@ def test_a_run_whose_limit_is_raised_early_is_warned_about(
         run(8, 4, updates)
         told = f"(WarmUpSchedule: step {step} of total={length}, which a checkpoint restores)"
         assert (f"the schedule ends early {told}, and the run at step 8" in caplog.text) is is_warned
+
+
+@pytest.mark.parametrize("case", ["cosine", "one cycle"])
+def test_a_schedule_that_begins_in_a_resumed_run_is_compared_with_the_rest(
+    case: str, build: Any, tmp_path: Any, caplog: Any
+) -> None:
+    """Its length is the script's, so the remedy is another length, and no other name."""
+    data = [(torch.ones(1, 4), torch.ones(1, 1))] * 2
+
+    def prepare(*, scheduled: bool) -> Any:
+        setup = build()
+        if scheduled:
+            LearningRateSchedule(SCHEDULES_TO_EXTEND[case][0](setup.optimizer)).attach(setup.trainer)
+        Checkpoint(tmp_path).attach(setup.trainer)
+        return setup.trainer
+
+    prepare(scheduled=False).run(data, max_epochs=2)
+    with pytest.raises(ValueError, match="count in updates") if case == "one cycle" else contextlib.nullcontext() as error:
+        prepare(scheduled=True).run(data, max_epochs=6)
+    told = str(error.value) if error is not None else caplog.text
+    assert "=4 and will be stepped 8 times in this run" in told
+    assert "which a checkpoint restores" not in told

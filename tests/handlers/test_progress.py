@@ -721,7 +721,7 @@ def test_a_run_introduces_itself(capsys: pytest.CaptureFixture[str], tmp_path: P
     loader = torch.utils.data.DataLoader(dataset, batch_size=4)
     for steps, line in (
         (4, "8 updates in 2 epochs: 16 samples each (4 × 4 micro-batches)"),
-        ([2, 8], "2 epochs: [2, 8] micro-batches each"),
+        ([2, 8], "updates in 2 epochs: [2, 8] micro-batches each"),
     ):
         optimizer = torch.optim.AdamW(model[1].parameters())
         trainer = create_trainer(

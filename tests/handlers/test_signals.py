@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -256,10 +257,48 @@ class Endless(torch.utils.data.Dataset[Any]):
         return tuple(part[index % len(part)] for part in self.samples)
 
 
+class Bytes(Endless):
+    """Samples without tensors, more than a pipe holds: the worker of a rank that is killed waits to send them."""
+
+    def __getitem__(self, index: int) -> Any:
+        return bytes(100_000)
+
+
 def say(line: str) -> None:
     """Tells the process that started this one."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
+
+
+def train_on_bytes() -> None:
+    """Runs for minutes, and prints which workers it has when they have sent something."""
+    trainer = make("auto", lambda model, _batch: cuts.forward(model, next(iter(cuts.cut(cuts.samples(), [8])))))
+    StopOnSignal().attach(trainer)
+    loader = torch.utils.data.DataLoader(Bytes(), batch_size=1, num_workers=2, collate_fn=list)
+    found = lambda: " ".join(str(one.pid) for one in multiprocessing.active_children())  # noqa: E731
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: say(f"workers {found()}"))
+    trainer.run(loader, max_epochs=1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_what_kills_the_group_leaves_no_worker(number: signal.Signals) -> None:
+    """The workers have a group of their own."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; import test_signals; test_signals.train_on_bytes()"
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE, text=True) as process:
+        deadline = threading.Timer(DEADLINE_SECONDS, process.kill)
+        deadline.start()
+        try:
+            assert process.stdout is not None
+            workers = next(line for line in iter(process.stdout.readline, "") if line.startswith("workers")).split()[1:]
+            assert len(workers) == 2
+            os.killpg(process.pid, number)
+            assert process.wait() == -number
+            until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), "no worker is left")
+        finally:
+            deadline.cancel()
+            process.kill()
 
 
 def train_with_workers(name: str, persistent: bool) -> None:

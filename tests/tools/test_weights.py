@@ -347,7 +347,7 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[Path], Any]]] = {
         refused(without("0.bias", **{"0.bias": 1})),
     ),
     "nothing-fits": (CheckpointError, "is of another model", refused(of_another, strict=False)),
-    "entry": (CheckpointError, "entry and best choose among checkpoints", refused(of_another, entry="ModelEMA")),
+    "entry": (CheckpointError, "entry, best and evaluated are for checkpoints", refused(of_another, entry="ModelEMA")),
     "model": (TypeError, "model must be a torch.nn.Module", lambda path: load_weights({}, path)),  # type: ignore[arg-type]
 }
 

@@ -281,6 +281,8 @@ def test_the_weights_of_an_evaluation(tmp_path: Path) -> None:
         torch.testing.assert_close(found[name].double(), point, rtol=1e-6, atol=1e-7)
         assert not torch.equal(found[name], model.state_dict()[name])
     assert torch.equal(found["head.weight"], found["embedding.weight"])
+    load_weights(model, tmp_path / "run", evaluated=True)
+    assert bit_by_bit(model.state_dict()) == bit_by_bit(found)
     consolidate(tmp_path / "run", tmp_path / "average.safetensors", entry="ModelEMA")
     average = ema.state_dict()["model"]
     assert bit_by_bit(load_file(tmp_path / "average.safetensors")) == bit_by_bit(
@@ -291,6 +293,8 @@ def test_the_weights_of_an_evaluation(tmp_path: Path) -> None:
         consolidate(tmp_path / "other", tmp_path / "y.pt", evaluated=True)
     with pytest.raises(CheckpointError, match="got entry='ModelEMA'"):
         consolidate(tmp_path / "run", tmp_path / "y.pt", evaluated=True, entry="ModelEMA")
+    with pytest.raises(CheckpointError, match="got entry='ModelEMA'"):
+        load_weights(model, tmp_path / "run", evaluated=True, entry="ModelEMA")
 
 
 def _sharded(directory: str, rows: int) -> Any:
