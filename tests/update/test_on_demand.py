@@ -512,6 +512,33 @@ def test_a_stop_of_one_rank_ends_the_loops_of_all() -> None:
     assert run_ranks(stop_on_one_rank) == [(2, ["TERMINATE", "COMPLETED"])] * 2
 
 
+def stop_after_the_last_update(how: str) -> tuple[list[str], bool, int]:
+    """Rank 1 asks for it once the loop is over; the script opens another session if it may."""
+    model = cuts.linear()
+    trainer = create_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), cuts.forward, options=UpdateOptions(reduction="explicit")
+    )
+    trainer.interrupt_resume_enabled = True
+    StopOnSignal().attach(trainer)
+    fired = record_events(trainer)
+    with trainer.session() as state:
+        trainer.update([cuts.samples()])
+        if idist.get_rank() == 1:
+            signal.raise_signal(signal.SIGTERM) if how == "signal" else getattr(trainer, how)()
+    closing, stops = fired[fired.index("ITERATION_COMPLETED") + 1 :], bool(trainer.should_terminate)
+    with trainer.session():  # the request is answered
+        trainer.update([cuts.samples()])
+    return closing, stops, state.iteration
+
+
+@pytest.mark.slow
+def test_a_stop_after_the_last_update_ends_the_sessions_of_all() -> None:
+    """With the closing events of a stop, on each rank; what comes next may be asked for by `should_terminate`."""
+    for how in ("terminate", "signal"):
+        assert run_ranks(stop_after_the_last_update, how) == [(["TERMINATE", "COMPLETED"], True, 2)] * 2
+    assert run_ranks(stop_after_the_last_update, "interrupt") == [(["INTERRUPT"], False, 2)] * 2
+
+
 def gan_on_ranks(rounds: int) -> list[float]:
     """All parameters after rounds in which this rank has its half of the samples."""
     gan = Gan(rounds)
