@@ -478,10 +478,10 @@ class Trainer(Loop):
 
         Asked for from GET_BATCH_STARTED to ITERATION_COMPLETED, that update is the last one; in STARTED or EPOCH_STARTED, the
         first one that follows; in EPOCH_COMPLETED, no other one follows. On several ranks the request travels with the next
-        update's statistics (or the end of the epoch), and that update is the last one, everywhere.
+        update's statistics (or the end of the epoch or of the session), and that update is the last one, everywhere.
 
         Args:
-            skip_completed: do not fire COMPLETED.
+            skip_completed: do not fire COMPLETED. On several ranks it needs `agreed=True`, because requests travel without it.
             agreed: every rank calls this in the same update, because the reason is the same on all of them: no need to ask.
         """
         if agreed or self.replicas.is_alone:
@@ -494,6 +494,7 @@ class Trainer(Loop):
 
         With several ranks, each has read one micro-batch ahead of a loader without a length, which the next epoch does not
         have; a loader that continues where it was needs `epoch_length=` in `run`, which reads nothing ahead.
+        `skip_epoch_completed` needs `agreed=True` there, as `skip_completed` does.
 
         Raises:
             RuntimeError: it is called in a session.
