@@ -56,7 +56,8 @@ class StateMismatchError(TrainingError, RuntimeError):
         )
         own = " (name it in own_buffers if each rank fills it from its own data)" if names[0].startswith("buffer ") else ""
         question = (
-            "does forward call the model it is given as its argument, outside of no_sync()? If it does, "
+            "does forward call the model it is given as its argument, outside of no_sync()? Do all ranks update several "
+            "trainers in the same order? If so, "
             if most_parameters_differ
             else ""
         )

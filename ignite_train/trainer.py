@@ -330,8 +330,9 @@ class Trainer(Loop):
         It ends as `run` does: with TERMINATE or INTERRUPT after a request to stop, with COMPLETED, or with EXCEPTION_RAISED if
         an exception leaves the `with`; then all is closed. There are no epochs and no events of them. What the loop inside
         reads is its own to find again after a resume; `state.iteration` says how many updates were done. Before each
-        update, the first too, it ends if `should_terminate` or `should_interrupt` is set. All ranks must open the session.
-        Several trainers can have sessions at the same time, and one can `run` in the session of another.
+        update, the first too, it ends if `should_terminate` or `should_interrupt` is set. All ranks must open the session and
+        leave it, which is when they agree about what was asked for after the last update, in one small collective. Several
+        trainers can have sessions at the same time, and one can `run` in the session of another.
 
         Args:
             max_iters: how many updates the training has in all, for `state.max_iters` and what shows progress. None: the limit
@@ -477,10 +478,10 @@ class Trainer(Loop):
 
         Asked for from GET_BATCH_STARTED to ITERATION_COMPLETED, that update is the last one; in STARTED or EPOCH_STARTED, the
         first one that follows; in EPOCH_COMPLETED, no other one follows. On several ranks the request travels with the next
-        update's statistics (or the end of the epoch), and that update is the last one, everywhere.
+        update's statistics (or the end of the epoch or of the session), and that update is the last one, everywhere.
 
         Args:
-            skip_completed: do not fire COMPLETED.
+            skip_completed: do not fire COMPLETED. On several ranks it needs `agreed=True`, because requests travel without it.
             agreed: every rank calls this in the same update, because the reason is the same on all of them: no need to ask.
         """
         if agreed or self.replicas.is_alone:
@@ -493,6 +494,7 @@ class Trainer(Loop):
 
         With several ranks, each has read one micro-batch ahead of a loader without a length, which the next epoch does not
         have; a loader that continues where it was needs `epoch_length=` in `run`, which reads nothing ahead.
+        `skip_epoch_completed` needs `agreed=True` there, as `skip_completed` does.
 
         Raises:
             RuntimeError: it is called in a session.
@@ -839,7 +841,7 @@ class Trainer(Loop):
         self.requests.stop_epoch = False  # what handlers of EPOCH_COMPLETED asked for is done already
 
     def _take_up_stops(self, *, between_updates: bool = False) -> None:
-        """Between two epochs, where a run is entered, and in a single process no update carries requests to other ranks."""
+        """Between two epochs, where a run begins, where a session ends, and in a single process no update carries requests."""
         requests = self.requests
         stop, interrupt = requests.stop, requests.interrupt
         between_updates &= not self.replicas.are_elastic  # then what a replica asks for travels with the next update

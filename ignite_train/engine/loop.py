@@ -150,8 +150,9 @@ class Loop(Dispatcher):
     - An exception always ends the run. Handlers of EXCEPTION_RAISED are observers: each is called once and cannot suppress
       it. The next `run` continues where this one ended: an iteration that did not finish is repeated.
     - Only the data can end an epoch: a StopIteration raised by a handler is an error like any other.
-    - A stop takes effect after an iteration, after an epoch and where a run is entered, and nowhere else. So an iteration that
-      has requested its batch is done and counted, and what STARTED or EPOCH_STARTED asks for comes after the next one.
+    - A stop takes effect after an iteration, after an epoch, where a run is entered and where a session is left, and nowhere
+      else. So an iteration that has requested its batch is done and counted, and what STARTED or EPOCH_STARTED asks for comes
+      after the next one.
     - EPOCH_STARTED fires once for each epoch. Where `run` continues an epoch that an earlier call began, what handlers have
       added up in it stays. After `interrupt` STARTED does not fire again either, as in Ignite.
 
@@ -281,6 +282,7 @@ class Loop(Dispatcher):
             try:
                 yield self.state
                 self.progress.session_left = True
+                self._take_up_stops(between_updates=True)
             finally:
                 self.progress.session_open = False
                 self.begin_section("handler")
@@ -347,7 +349,7 @@ class Loop(Dispatcher):
             self._take_up_stops()
 
     def _take_up_stops(self, *, between_updates: bool = False) -> None:  # noqa: ARG002  # for subclasses
-        """Has what was asked for take effect. Called after each iteration and each epoch, and where a run is entered."""
+        """Has what was asked for take effect. Called after each iteration and epoch, where a run begins or a session ends."""
         progress = self.progress
         progress.stops = bool(self.should_terminate or self.should_interrupt)
         progress.epoch_ends = progress.epoch_iteration > 0 and bool(self.should_terminate_single_epoch)

@@ -458,7 +458,8 @@ def _plus(total: float | Tensor, number: float | Tensor) -> float | Tensor:
 def _with_log_weights(totals: Totals, *, keeps_empty: bool) -> Totals:
     """Puts the logs under the names that the user gave them, and their denominators beside them.
 
-    A term of the loss stays where it is empty, because its mean is looked for by its name.
+    A term of the loss stays where it is empty, because its mean is looked for by its name. All terms are left out where samples
+    count and none of them does: forward was another one, and the ranks send zeros for every name that they have met.
     """
     logs: dict[str, float] = {}
     weights: dict[str, float] = {}
@@ -476,4 +477,8 @@ def _with_log_weights(totals: Totals, *, keeps_empty: bool) -> Totals:
             )
         else:
             logs[name] = value
+    terms = [name for name in weights if name.startswith(TERM)]
+    if terms and totals.sample_size and not keeps_empty and not any(map(weights.get, terms)):
+        for name in terms:
+            del logs[name], weights[name]
     return totals._replace(logs=logs, log_weights=weights)

@@ -8,12 +8,13 @@ from typing import Any
 import ignite.distributed as idist
 import pytest
 import torch
+from ignite.engine import Events
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import cuts
 from ignite_train import ForwardContractError, ForwardOutput, Trainer, TrainEvents, UpdateOptions, create_trainer
-from ignite_train.handlers import SeveralGradients
+from ignite_train.handlers import SeveralGradients, TrainingMetrics
 from meshes import on_cpu
 from ranks import run_ranks
 
@@ -226,24 +227,44 @@ def test_halves_of_a_micro_batch_count_once() -> None:
     assert weights_of(model) == pytest.approx(by_hand(weigh), rel=1e-12)
 
 
-def test_an_update_of_another_forward_is_left_alone() -> None:
-    """If it has a name: an ordinary one whose loss is one number is an error before its step."""
+def penalty(model: nn.Module, _: Any) -> ForwardOutput:
+    return ForwardOutput(sum(p.square().sum() for p in model.parameters()), sample_size=1)  # type: ignore[arg-type]
 
-    def penalty(model: nn.Module, _: Any) -> ForwardOutput:
-        return ForwardOutput(sum(p.square().sum() for p in model.parameters()), sample_size=1)  # type: ignore[arg-type]
 
+def with_another_forward() -> tuple[list[int], list[dict[str, float]], dict[str, float], list[float]]:
+    """How many gradients were combined, sizes of the terms by update, what the metrics show as losses, and the weights."""
     called: list[int] = []
     model = Heads()
-    trainer = make(model)
+    trainer = make(model, reduction="explicit")
     SeveralGradients(lambda gradients: called.append(len(gradients))).attach(trainer)  # type: ignore[arg-type,func-returns-value]
-    with trainer.session():
-        trainer.update([cuts.samples()])
-        trainer.update([torch.zeros(1)], forward=penalty, name="penalty")
-        assert called == [2]
+    TrainingMetrics(memory=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    has_data = idist.get_rank() == 0  # the other rank has none in any update
+    with trainer.session() as state:
+        records = [trainer.update([cuts.samples()] * has_data)]
+        records.append(trainer.update([torch.zeros(1)] * has_data, forward=penalty, name="penalty"))
+        shown = {name: value for name, value in state.metrics.items() if "loss" in name}
+        records.append(trainer.update([]))
         before = weights_of(model)
         with pytest.raises(ForwardContractError, match="needs a loss that is a mapping of several terms"):
-            trainer.update([torch.zeros(1)], forward=penalty)
+            trainer.update([torch.zeros(1)] * has_data, forward=penalty)
         assert weights_of(model) == before
+    assert records[-1].skipped_reason == "no_samples"
+    return called, [record.sample_sizes for record in records[:2]], shown, before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_update_of_another_forward_is_left_alone(world_size: int) -> None:
+    """If it has a name: an ordinary one whose loss is one number is an error before its step. Ranks find no terms in it."""
+    alone = with_another_forward()
+    called, (ordinary, other), shown, _ = alone
+    assert (called, [*ordinary], other) == ([2], ["up", "down"], {})
+    assert sorted(shown) == ["loss", "loss/down", "loss/up", "penalty/loss"]
+    for of_rank in run_ranks(with_another_forward, world_size=world_size):
+        assert of_rank[0] == called
+        assert of_rank[1] == [pytest.approx(ordinary, rel=1e-12), {}]
+        assert of_rank[2] == pytest.approx(shown, rel=1e-12)
+        assert of_rank[3] == pytest.approx(alone[3], rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,15 @@ from torch.nn.parallel import DistributedDataParallel
 import cuts
 from bits import bit_by_bit
 from ignite_train import ForwardOutput, Trainer, TrainEvents, UpdateOptions, count_traffic, create_trainer
-from ignite_train.handlers import Checkpoint, FailureBoard, LearningRateSchedule, ProgressLog, StopOnSignal, TrainingMetrics
+from ignite_train.handlers import (
+    Checkpoint,
+    FailureBoard,
+    LearningRateSchedule,
+    ProgressLog,
+    StateMismatchError,
+    StopOnSignal,
+    TrainingMetrics,
+)
 from processes import DEADLINE_SECONDS, Processes, forked
 from ranks import run_ranks
 from setups import Batch, Setup
@@ -512,6 +520,33 @@ def test_a_stop_of_one_rank_ends_the_loops_of_all() -> None:
     assert run_ranks(stop_on_one_rank) == [(2, ["TERMINATE", "COMPLETED"])] * 2
 
 
+def stop_after_the_last_update(how: str) -> tuple[list[str], bool, int]:
+    """Rank 1 asks for it once the loop is over; the script opens another session if it may."""
+    model = cuts.linear()
+    trainer = create_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), cuts.forward, options=UpdateOptions(reduction="explicit")
+    )
+    trainer.interrupt_resume_enabled = True
+    StopOnSignal().attach(trainer)
+    fired = record_events(trainer)
+    with trainer.session() as state:
+        trainer.update([cuts.samples()])
+        if idist.get_rank() == 1:
+            signal.raise_signal(signal.SIGTERM) if how == "signal" else getattr(trainer, how)()
+    closing, stops = fired[fired.index("ITERATION_COMPLETED") + 1 :], bool(trainer.should_terminate)
+    with trainer.session():  # the request is answered
+        trainer.update([cuts.samples()])
+    return closing, stops, state.iteration
+
+
+@pytest.mark.slow
+def test_a_stop_after_the_last_update_ends_the_sessions_of_all() -> None:
+    """With the closing events of a stop, on each rank; what comes next may be asked for by `should_terminate`."""
+    for how in ("terminate", "signal"):
+        assert run_ranks(stop_after_the_last_update, how) == [(["TERMINATE", "COMPLETED"], True, 2)] * 2
+    assert run_ranks(stop_after_the_last_update, "interrupt") == [(["INTERRUPT"], False, 2)] * 2
+
+
 def gan_on_ranks(rounds: int) -> list[float]:
     """All parameters after rounds in which this rank has its half of the samples."""
     gan = Gan(rounds)
@@ -632,6 +667,36 @@ def test_a_stop_and_a_checkpoint_are_shared_over_ranks(tmp_path: Path) -> None:
     """All ranks leave the loop after the same round, and the next run continues there with both trainers."""
     first, second = ([2, 2], True, 0), ([6, 6], False, 2)
     assert run_ranks(stopped_and_resumed, tmp_path) == [[first, second]] * 2
+
+
+def update_in_another_order() -> str:
+    """Two trainers whose models differ, the second of which comes first on rank 1; what that is found to be."""
+    trainers = []
+    for factor in (1.0, 3.0):
+        model = cuts.linear()
+        nn.utils.vector_to_parameters(
+            factor * nn.utils.parameters_to_vector(model.parameters()).detach() + 1, model.parameters()
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainers.append(create_trainer(model, optimizer, cuts.forward, options=UpdateOptions(reduction="explicit")))
+    order = trainers if idist.get_rank() == 0 else trainers[::-1]
+
+    def loop() -> None:
+        with trainers[0].session(), trainers[1].session():
+            for trainer in order * 3:
+                trainer.update([cuts.samples()])
+
+    with pytest.raises(StateMismatchError) as raised:
+        loop()
+    return str(raised.value)
+
+
+@pytest.mark.slow
+def test_the_message_asks_for_the_order_of_the_trainers() -> None:
+    """Where ranks update two trainers in different orders, their gradients were added up to those of one another."""
+    for message in run_ranks(update_in_another_order):
+        assert "outside of no_sync()? Do all ranks update several trainers in the same order? If so, look for code" in message
+        assert "\n" not in message
 
 
 def fail_in_the_second_trainer() -> None:
