@@ -26,6 +26,7 @@ from ignite_train.checkpoint.writer import CheckpointWriter
 from ignite_train.data.how_exact import how_exact
 from ignite_train.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
 from ignite_train.evaluation.uneven_metrics import metrics_without_state
+from ignite_train.internals.of_ignite import NAMES_IN_STATE
 from ignite_train.metrics import refuse_other_mode
 from ignite_train.ranks import collectives
 
@@ -293,7 +294,7 @@ def _log_resumption(path: Path, manifest: Manifest, changed: list[str], state: R
         ("changed since", changed),
         ("starts from the beginning, because the checkpoint has no state for it", state.fresh),
         (
-            "counts only what follows in this epoch, because its class names no attributes to save in _state_dict_all_req_keys",
+            f"counts only what follows in this epoch, because its class names no attributes to save in {NAMES_IN_STATE}",
             [f"metric {name!r}" for name in lost],
         ),
         ("in the checkpoint and not used, because it is not attached or is left out", state.unused),

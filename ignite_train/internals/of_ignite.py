@@ -19,6 +19,7 @@ from ignite.metrics import Metric
 
 __all__ = [
     "EVERY_NTH",
+    "NAMES_IN_STATE",
     "PARENT",
     "Entry",
     "OpenEngine",
@@ -43,7 +44,8 @@ registered_events: Callable[[Engine], Sequence[Any]] = attrgetter("_allowed_even
 # Gives a state an attribute for each counter of its `event_to_attr`, as an engine does when it is made.
 add_event_attributes: Callable[[State], None] = methodcaller("_update_attrs")
 # The attributes of a metric that are its state, which it gathers from all ranks when it is asked for it.
-names_in_state: Callable[[Metric], Sequence[str]] = attrgetter("_state_dict_all_req_keys")
+NAMES_IN_STATE = "_state_dict_all_req_keys"
+names_in_state: Callable[[Metric], Sequence[str]] = attrgetter(NAMES_IN_STATE)
 # The attribute of a handler with a filter that is a weak reference to the handler without: by it Ignite finds what to remove.
 PARENT = "_parent"
 # The code of a filter `every=n`, whose one nonlocal is `every`: what tells it from a filter of the user's.

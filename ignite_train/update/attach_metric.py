@@ -31,11 +31,10 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
     The metric sees the `outputs` of each micro-batch that had its effect: a micro-batch that ran out of memory and was dropped
     or halved, an update that was skipped, and an update that broke off and is repeated leave no trace. It is reset when an
     epoch begins, computed when it ends, and in every checkpoint; a run that resumes on another number of ranks starts it from
-    the beginning, and logs a warning. A metric that names no attributes to save in
-    `_state_dict_all_req_keys`, as `CohenKappa` and many of a script's own, counts only what follows where a run resumes within
-    an epoch, and the log says so. After an epoch whose
-    updates were all skipped it is left out, and a warning says so. Collective at the end of an epoch: attach it on all ranks.
-    Predictions are those before the step, in training mode. They are kept without their graphs until the end of the update,
+    the beginning, and logs a warning. A metric whose class names no attributes to save, as `CohenKappa` and many of a script's
+    own, counts only what follows where a run resumes within an epoch, and the log names it. After an epoch whose updates were
+    all skipped it is left out, and a warning says so. Collective at the end of an epoch: attach it on all ranks. The
+    predictions are those before the step, in training mode. They are kept without their graphs until the end of the update,
     which costs their memory.
 
     A metric that is part of others, as `matrix` is of `mIoU(matrix)`, may be attached too, and counts once. Give an evaluator a

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +40,7 @@ from ignite_train.internals.of_torch import (
     pytree,
 )
 from private_names import private_names_of_others
+from processes import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -433,6 +437,26 @@ def counted_steps() -> bool:
 # --- data loaders ---
 
 
+def death_of_a_parent() -> bool:
+    """A process that asked for it is killed when the thread that forked it ends, on Linux."""
+    if sys.platform != "linux":
+        return True
+    reader, writer = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        if os.fork() == 0:
+            of_torch.end_with_parent()
+            os.write(writer, b"x")
+            time.sleep(DEADLINE_SECONDS)
+            os.write(writer, b"lives")
+            os._exit(0)
+        os.read(reader, 1)
+        os._exit(0)
+    os.waitpid(middle, 0)
+    os.close(writer)
+    return os.read(reader, 1) == b""  # no process is left that could write
+
+
 def pass_of_a_loader() -> bool:
     """A loader with persistent workers keeps its pass, which has another iterator over the sampler each time."""
     loader = DataLoader(range(4), num_workers=1, persistent_workers=True, multiprocessing_context="fork")
@@ -607,6 +631,7 @@ OF_TORCH: dict[Callable[[], bool], tuple[str, ...]] = {
     rates_of_schedules: ("LATEST_RATES",),
     schedules_of_schedules: ("MILESTONES", "PARTS", "parts_of_schedule"),
     counted_steps: ("COUNTS_STEPS", "HAS_STEPPED"),
+    death_of_a_parent: ("end_with_parent",),
     pass_of_a_loader: ("ITERATOR", "end_workers", "has_lost_workers", "pass_of", "sampler_pass_of"),
 }
 
