@@ -211,14 +211,10 @@ class RunData(Batches):
         self._groups.close()
 
     def take_back(self) -> None:
-        """After an error in the first update of an epoch or a pass: what was drawn for its group is drawn again, the same."""
-        groups, progress = self._groups, self._progress
-        if groups is None or not (progress.epoch_open and self._pass_is_opened):
-            return
-        if progress.epoch_iteration == 0:
-            groups.take_back_opening()
-        elif self.stream is groups.loader:
-            self.stream.take_back_opening(groups.position(progress.iterations_in_epoch)["loader"])
+        """After an error before the first update of an epoch: what was drawn for its group is drawn again, the same."""
+        first = self._progress.epoch_open and self._progress.epoch_iteration == 0
+        if first and self._pass_is_opened and self._groups is not None:
+            self._groups.take_back_opening()
 
     def finish(self) -> str | None:
         """Ends a pass from which no group is needed any more.

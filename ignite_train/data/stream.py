@@ -134,12 +134,6 @@ class Stream:
             self._begin_pass({**state_dict["place"], "on_changed_data": self.on_changed_data})
         self._is_broken = False
 
-    def take_back_opening(self, state: Mapping[str, Any]) -> None:
-        """Puts the generators back to what they were before the running pass was opened, if it was behind `state`."""
-        is_behind = state["passes"] < self._passes or not state["given"]
-        if is_behind and self._place is not None and self._micro_batches is not None:
-            self._place.take_back_opening()
-
     def _begin_pass(self, saved: Mapping[str, Any]) -> None:
         set_epoch(self.data, self._passes)
         self._place, self._since_found = DataPosition(self.data), 0

@@ -131,26 +131,6 @@ def test_a_cell_that_is_run_again_and_stopped_again(at: tuple[int, ...], argumen
     assert outcomes[0] == outcomes[1]
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["of the process", "of the loader"])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(("accumulation_steps", "update"), [(1, 7), (4, 2)])
-@pytest.mark.parametrize("event", [Events.ITERATION_STARTED, Events.ITERATION_COMPLETED], ids=["undone", "made"])
-def test_an_update_for_which_a_pass_was_begun(
-    event: Any, accumulation_steps: int, update: int, workers: int, *, own: bool
-) -> None:
-    """In the middle of an epoch, with `epoch_length`: the pass that was begun for it had another order when it was repeated."""
-    outcomes = []
-    for stops in (False, True):
-        trainer, model = made(accumulation_steps=accumulation_steps)
-        generator = torch.Generator().manual_seed(3) if own else None
-        loader = DataLoader(torch.arange(12.0), 2, shuffle=True, num_workers=workers, generator=generator)
-        if stops:
-            stop(trainer, update, event)
-        assert run_again(trainer, loader, max_epochs=3, epoch_length=5) == stops
-        outcomes.append(bits(trainer, model))
-    assert outcomes[0] == outcomes[1]
-
-
 # --- workers that are kept -------------------------------------------------------------------------------------------------
 
 
