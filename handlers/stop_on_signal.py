@@ -32,7 +32,7 @@ _PATIENCE_SECONDS = 2.0  # for the thread to end
 _OVER = 0  # no signal has this number
 _TOLD = 0x80  # more than the number of any signal
 _MAIN_THREAD = threading.main_thread()  # in a fork, the thread that forked is called so
-_LOADERS = "torch.utils.data.", "torchdata."
+_LOADERS = "torch.utils.data.dataloader", "torchdata."
 _SIGNALS = tuple(number for number in signal.Signals if number.name in ("SIGTERM", "SIGUSR1"))
 
 
@@ -52,9 +52,9 @@ class StopOnSignal(Handler):
     stays, and has the signal for itself, unless it calls the one that was there. If several trainers are running, as for a GAN,
     a signal asks each trainer with a StopOnSignal of its own to stop.
 
-    On Linux workers of loaders that the main thread forks during a run have a process group of their own, and ignore `signals`,
-    so that the run can end its update when a signal is sent to all processes. They end with the run's process, and by a SIGTERM
-    that is sent to them.
+    On Linux workers of loaders that the main thread forks during a run ignore `signals`, and leave the process group unless
+    standard input is a terminal, so that the run can end its update when a signal is sent to all processes. They end with the
+    run's process, and by a SIGTERM that is sent to them.
 
     Ranks that a script has started itself, as `idist.Parallel(nproc_per_node=...)` does, get SIGINT when a signal ends it:
     name it among `signals` there.
@@ -256,26 +256,44 @@ def _forget_in_child() -> None:
     """Without this a forked process would pass its signals on to this one, through the file descriptor that both have.
 
     The run needs the worker of a loader until its last update, so the worker is spared what is sent to all processes: torchrun
-    and terminals send it to the process group. torch handles SIGTERM in workers, which is how it ends them. What kills the
-    whole group no longer reaches the worker, so the kernel ends it with the thread that forked it, which must be the main one.
+    sends it to the process group, and so do terminals. torch handles SIGTERM in workers, which is how it ends them.
     """
     requests = {number for handler in _listening for number in handler._requests}
     for handler in _listening[::-1]:
         handler._restore()
     in_main_thread = threading.current_thread() is _MAIN_THREAD
-    if requests and in_main_thread and sys.platform == "linux" and _is_in_a_loader():
-        end_with_parent()
-        os.setpgid(0, 0)
+    if requests and in_main_thread and sys.platform == "linux" and _is_started_by_a_loader():
         for number in requests - {signal.SIGTERM}:
             signal.signal(number, signal.SIG_IGN)
+        if not os.isatty(0):  # a terminal stops a process that reads it from another group, such as a debugger
+            _leave_group()
 
 
-def _is_in_a_loader() -> bool:
-    """Whether a loader of torch or torchdata has called this function, as it has where it starts a worker."""
+def _leave_group() -> None:
+    """Moves this process to another process group, of which it is not the leader: a leader cannot call `os.setsid()`.
+
+    What kills the earlier group no longer reaches this process, so the kernel ends it with the thread that forked it.
+    """
+    end_with_parent()
+    reader, writer = os.pipe()
+    leader = os.fork()
+    if leader == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until this process has joined its group
+        os._exit(0)
+    os.setpgid(leader, leader)
+    os.setpgid(0, leader)
+    os.close(writer)
+    os.close(reader)
+    os.waitpid(leader, 0)
+
+
+def _is_started_by_a_loader() -> bool:
+    """Whether this process was forked by multiprocessing, and that was called by a loader of torch or torchdata."""
     frame = inspect.currentframe()
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith(_LOADERS):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith((__name__, "multiprocessing.")):
         frame = frame.f_back
-    return frame is not None
+    return frame is not None and frame.f_globals.get("__name__", "").startswith(_LOADERS)
 
 
 if sys.platform != "win32":

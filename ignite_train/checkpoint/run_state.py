@@ -79,7 +79,7 @@ class RunState:
         sources = self._sources(reader, source)
         published = [name for name, entry in self._objects.own.items() if isinstance(entry, PublishedMetrics)]
         self.fresh = [*added, *(name for name in self._objects.own if name not in sources and name not in published)]
-        self._begins = run.begin_schedules(self.fresh)
+        run.begin_schedules(self.fresh)
         self._fit = Fit(
             str(reader.path), run, self._objects, {name: reader.outline(name, rank=rank) for name, rank in sources.items()}
         )
@@ -205,8 +205,6 @@ class RunState:
                 group["lr"] = rate * (bases[-1] / before) if before else rate  # 0 then and now, or it had been refused
         for schedule in schedules:
             _rescale(schedule, optimizer, bases)
-        for schedule, state in self._begins:  # which an earlier run, or a handler of EPOCH_STARTED, may have stepped
-            load_schedule(schedule, pytree.tree_map(lambda leaf: leaf, state))  # torch takes entries out of inner mappings
         self._run.continue_with(name, self._fit.description["optimizers"][name])
 
     def _drop_carried(self) -> None:

@@ -85,7 +85,6 @@ class SavedRun:
         self._attached: list[Any] = []  # the engines and their handlers when `_objects` were listed
         self._objects, self.left_out = RunObjects({}, {}, trainer, {}), set[str]()
         self._schedules: dict[str, LRScheduler] = {}  # those that are left out too
-        self._made: dict[str, dict[str, Any]] = {}  # the state of each when the script had made it
         self._begun: set[str] = set()  # the optimizers whose rates schedules set from their beginning in a resumed run
         self._script: dict[str, list[dict[str, Any]]] = {}  # options of each optimizer, as the script has set them
         self.in_effect: dict[str, list[dict[str, Any]]] = {}
@@ -161,9 +160,7 @@ class SavedRun:
     # --- what the user decides ---
 
     def begin(self, holders: Iterable[str] = ()) -> None:
-        """Notes the options and schedules of the script, once, and refuses unknown names.
-
-        To be called before anything is read or trained.
+        """Notes the options of the script, once, and refuses unknown names. To be called before anything is read or trained.
 
         Args:
             holders: names of handlers without a `state_dict` that a warning may name.
@@ -173,8 +170,6 @@ class SavedRun:
         """
         objects = self.objects()
         self.note(objects)
-        for name, schedule in self._schedules.items():
-            self._made.setdefault(name, schedule.state_dict())
         attached = {*objects.handlers()} | self.left_out
         handlers = sorted({name.partition("/")[2] for name in attached} | {*holders, _CARRIED, _LOSS_SCALING})
         options = sorted({key for groups in self._script.values() for group in groups for key in group})
@@ -200,27 +195,25 @@ class SavedRun:
         """The options of each group of an optimizer, as the script has set them."""
         return self._script[name]
 
-    def begin_schedules(self, fresh: Collection[str]) -> list[tuple[LRScheduler, dict[str, Any]]]:
+    def begin_schedules(self, fresh: Collection[str]) -> None:
         """Notes which optimizers have the script's rates in a resumed run, since no schedule over them is restored.
 
-        A schedule that begins has set the rates when the script made it, and computes later rates from these.
+        A schedule that begins has set the rates when the script made it, and computes later rates from these. One that waits
+        for a score begins over the rates that it finds.
 
         Args:
             fresh: names of objects that start from the beginning.
-
-        Returns:
-            The schedules that begin, and the state in which the script has made each.
         """
-        names = {name: self._optimizers_of(schedule) for name, schedule in self._schedules.items()}
-        restored = {one for name, found in names.items() if name not in {*fresh, *self.left_out} for one in found}
-        begins = {name: found for name, found in names.items() if found and not found & restored}
-        self._begun = {one for found in begins.values() for one in found}
-        return [(self._schedules[name], self._made[name]) for name in begins]
+        begins, restored = set[str](), set[str]()
+        for name, schedule in self._schedules.items():
+            if name not in {*fresh, *self.left_out}:
+                restored |= self._optimizers_of(schedule)
+            elif not isinstance(schedule, ReduceLROnPlateau):
+                begins |= self._optimizers_of(schedule)
+        self._begun = begins - restored
 
     def _optimizers_of(self, schedule: LRScheduler) -> set[str]:
-        """The names of the optimizers whose rates a schedule computes; `ReduceLROnPlateau` only lowers what it finds."""
-        if isinstance(schedule, ReduceLROnPlateau):
-            return set()
+        """The names of the optimizers whose rates a schedule computes."""
         groups = [*map(id, schedule.optimizer.param_groups)]
         optimizers = self.objects().optimizers
         return {name for name, one in optimizers.items() if any(id(group) in groups for group in one.param_groups)}

@@ -270,6 +270,30 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
+class Leading(Endless):
+    """Samples for which a process is started that leads a session of its own, here or in a worker."""
+
+    def __getitem__(self, index: int) -> Any:
+        subprocess.run(["true"], preexec_fn=os.setsid, check=True)
+        return super().__getitem__(index)
+
+
+def lead(_worker: int) -> None:
+    """A worker leaves the session by itself."""
+    os.setsid()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no sessions")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_and_a_worker_may_lead_sessions(workers: int) -> None:
+    """The leader of a process group could not: a worker is none in the group that it is moved to."""
+    trainer, stop = make("auto"), StopOnSignal()
+    stop.attach(trainer)
+    loader = torch.utils.data.DataLoader(Leading(), batch_size=4, num_workers=workers, worker_init_fn=lead if workers else None)
+    assert trainer.run(loader, max_iters=2).iteration == 2
+
+
 def train_on_bytes() -> None:
     """Runs for minutes, and prints which workers it has when they have sent something."""
     trainer = make("auto", lambda model, _batch: cuts.forward(model, next(iter(cuts.cut(cuts.samples(), [8])))))
