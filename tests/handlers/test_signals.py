@@ -264,6 +264,12 @@ class Bytes(Endless):
         return bytes(100_000)
 
 
+def started(code: str) -> subprocess.Popen[str]:
+    """A process of a group of its own, without a terminal."""
+    pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", code], start_new_session=True, **pipes)
+
+
 def say(line: str) -> None:
     """Tells the process that started this one."""
     sys.stdout.write(f"{line}\n")
@@ -310,7 +316,7 @@ def train_on_bytes() -> None:
 def test_what_kills_the_group_leaves_no_worker(number: signal.Signals) -> None:
     """The workers have a group of their own."""
     code = f"import sys; sys.path[:] = {sys.path!r}; import test_signals; test_signals.train_on_bytes()"
-    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE, text=True) as process:
+    with started(code) as process:
         deadline = threading.Timer(DEADLINE_SECONDS, process.kill)
         deadline.start()
         try:
@@ -352,7 +358,7 @@ def test_a_signal_to_the_group_leaves_the_workers(number: signal.Signals, name: 
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; import test_signals; test_signals.train_with_workers({name!r}, {persistent})"
     )
-    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE, text=True) as process:
+    with started(code) as process:
         deadline = threading.Timer(DEADLINE_SECONDS, process.kill)
         deadline.start()
         try:
