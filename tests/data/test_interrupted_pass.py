@@ -28,6 +28,7 @@ from ignite_train.data.position import DataPosition, open_loader
 from ignite_train.data.run_data import RunData
 from ignite_train.data.stream import Stream
 from ignite_train.handlers import Validation
+from ignite_train.internals import of_torch
 
 KEPT = {"num_workers": 2, "persistent_workers": True}
 
@@ -229,3 +230,4 @@ def test_kept_workers_that_live_are_kept() -> None:
     stop(trainer, 5)
     assert run_again(trainer, loader, max_epochs=3) == 1
     assert [*loader._iterator._workers] == workers  # type: ignore[union-attr,attr-defined]
+    of_torch.end_workers(loader)  # if the garbage collector ends them, torch waits for each
