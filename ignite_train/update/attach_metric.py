@@ -37,8 +37,8 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
     predictions are those before the step, in training mode. They are kept without their graphs until the end of the update,
     which costs their memory.
 
-    A metric that is part of others, as `matrix` is of `mIoU(matrix)`, may be attached too, and counts once. Give an evaluator a
-    metric of its own, since each evaluation resets it.
+    A metric that is part of others, as `matrix` is of `mIoU(matrix)`, may be attached too, and counts once. Give an evaluator,
+    and each `RunningAverage`, a metric of its own: each evaluation resets it, and so does a running average after each update.
 
     Args:
         trainer: whose `forward` returns `ForwardOutput(..., outputs=...)`.
