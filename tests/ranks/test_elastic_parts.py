@@ -510,7 +510,7 @@ def test_the_launcher_replaces_a_replica_that_was_stopped_or_killed(tmp_path: Pa
 
 
 def test_the_launcher_goes_on_where_it_has_killed_all_replicas(tmp_path: Path) -> None:
-    """It took those that it had just killed, since they were stopped, for replicas that have ended for good."""
+    """It took replicas that it had just killed, since they were stopped, for replicas that have ended for good."""
     pytest.importorskip("torchft", reason="elastic replicas need the extra ignite_train[elastic]")
     from ignite_train.elastic import ElasticLauncher
 

@@ -693,7 +693,7 @@ def update_in_another_order() -> str:
 
 @pytest.mark.slow
 def test_the_message_asks_for_the_order_of_the_trainers() -> None:
-    """Where ranks update two trainers in different orders, their gradients were added up to those of one another."""
+    """Where ranks update two trainers in different orders, the gradients of one were added to those of the other."""
     for message in run_ranks(update_in_another_order):
         assert "outside of no_sync()? Do all ranks update several trainers in the same order? If so, look for code" in message
         assert "\n" not in message
