@@ -156,7 +156,6 @@ def stop_workers(others: Sequence[Any]) -> None:
 
 def stop(trainer: Trainer, update: int, event: Any = Events.ITERATION_STARTED, *, ends_workers: bool = False) -> None:
     """Stops the run once; the workers have all given something by then, so that they are in torch's own loop."""
-
     others = multiprocessing.active_children()
 
     def press() -> None:
