@@ -421,7 +421,7 @@ for stage in (1, 2):
     trainer = create_trainer(model, optimizer, forward, seed=stage, options=UpdateOptions(reduction="elastic"))
     trainer.run(ResumableLoader(Samples(24), batch_size=2, shuffle=True), max_epochs=2)
     line = f"{stage} {trainer.state.iteration} {[value.sum().item() for value in model.parameters()]}"
-    os.write(1, f"{line}\n".encode())  # at once: both replicas write to one pipe
+    os.write(1, f"{line}\\n".encode())  # at once: both replicas write to one pipe
 """
 
 
