@@ -62,14 +62,14 @@ def consolidate(
     """
     path = path_of("path", path)
     positive_int("max_shard_bytes", max_shard_bytes)
-    if (trained_only or evaluated) and entry != "model":
-        raise CheckpointError(f"trained_only and evaluated are about the model that is trained, got entry={entry!r}; use one")
     state = read_object(path, entry, best=best, trained_only=trained_only, evaluated=evaluated)
     return write_weights(state, output, file_format=file_format, max_shard_bytes=max_shard_bytes)
 
 
 def read_object(path: Path, entry: str, *, best: bool = False, trained_only: bool = False, evaluated: bool = False) -> Any:
     """The state that `consolidate` would write; for the arguments and errors see there."""
+    if (trained_only or evaluated) and entry != "model":
+        raise CheckpointError(f"trained_only and evaluated are about the model that is trained, got entry={entry!r}; use one")
     if is_distributed_checkpoint(path):
         if best or trained_only or evaluated:
             raise CheckpointError(

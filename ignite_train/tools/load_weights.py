@@ -58,7 +58,7 @@ def load_weights(
             one name is enough. Or a directory of `torch.distributed.checkpoint`.
         entry: as for `consolidate`: `"ModelEMA"` loads the average. Only for a directory.
         best: the checkpoint with the best score, of the directory of a run.
-        evaluated: the weights with which a schedule-free optimizer evaluates, in place of those that it trains. Only for a
+        evaluated: the weights with which a schedule-free optimizer evaluates, and not the weights that it trains. Only for a
             directory.
         strict: False leaves out weights that only the file or only the model has, or that differ in shape, or whose numbers
             would not be the same in the model's dtype: for a model with another last layer. Floating-point numbers, and complex
@@ -191,8 +191,6 @@ def _hub_file(path: Path) -> Path | None:
 
 
 def _read_checkpoint(path: Path, entry: str, *, best: bool, evaluated: bool) -> Mapping[str, Any]:
-    if evaluated and entry != "model":
-        raise CheckpointError(f"evaluated is about the model that is trained, got entry={entry!r}; use one of both")
     state: Mapping[str, Any] = read_object(path, entry, best=best, evaluated=evaluated)
     if not _has_names(state) or not state:
         raise CheckpointError(f"entry must be an object with weights, got {entry!r} in {path}, which is {describe(state)}")
