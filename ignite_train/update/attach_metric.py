@@ -79,39 +79,39 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
     if not isinstance(name, str) or is_published_metric(name):
         raise ValueError(f"name must be a string that handlers do not publish a metric under, got {name!r}")
     held = _MetricOfTraining(metric, name)
-    shown = _shown(trainer, name)
-    metric.attach(shown.engine, name)
-    shown.to.append(held)
+    feed = _feed_of(trainer, name)
+    metric.attach(feed.engine, name)
+    feed.metrics.append(held)
     trainer.prepend_event_handler(Events.EPOCH_COMPLETED, held.completed)
 
 
-def _shown(trainer: Trainer, name: str) -> _Shown:
+def _feed_of(trainer: Trainer, name: str) -> _Feed:
     """The object that shows updates to the metrics of `trainer`; `name`, of the first metric, is in errors of forward."""
     for _, handler, _ in attached(trainer):
-        if isinstance(owner := owner_of(handler), _Shown):
+        if isinstance(owner := owner_of(handler), _Feed):
             return owner
-    shown = _Shown(keep_outputs(trainer, asked_by=f"attach_metric(..., {name!r})"))
-    trainer.prepend_event_handler(Events.EPOCH_STARTED, shown.begin_epoch)
-    trainer.prepend_event_handler(TrainEvents.STEP_COMPLETED, shown.count)
-    return shown
+    feed = _Feed(keep_outputs(trainer, asked_by=f"attach_metric(..., {name!r})"))
+    trainer.prepend_event_handler(Events.EPOCH_STARTED, feed.begin_epoch)
+    trainer.prepend_event_handler(TrainEvents.STEP_COMPLETED, feed.count)
+    return feed
 
 
-class _Shown:
-    """Shows metrics what updates have held, by one engine of Ignite's own: a metric that is part of others too counts once.
+class _Feed:
+    """Shows updates to metrics, by one engine of Ignite's own, so that a metric that is part of others too counts once.
 
     Attributes:
         engine: to which each metric is attached in its own way.
-        to: the metrics.
+        metrics: each has an engine of its own too, which saves it.
     """
 
     def __init__(self, outputs: KeptOutputs) -> None:
         self.engine = Engine(lambda _engine, batch: batch)
-        self.to: list[_MetricOfTraining] = []
+        self.metrics: list[_MetricOfTraining] = []
         self._outputs = outputs
 
     def begin_epoch(self) -> None:
         """Resets the metrics."""
-        for metric in self.to:
+        for metric in self.metrics:
             metric.num_seen = 0
         self.engine.fire_event(Events.EPOCH_STARTED)
 
@@ -120,7 +120,7 @@ class _Shown:
         held = self._outputs()
         self._outputs.clear()
         self._refuse_uneven_reductions(len(held))
-        for metric in self.to:
+        for metric in self.metrics:
             metric.num_seen += len(held)
         for outputs in held:
             self.engine.state.output = outputs
