@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -10,8 +11,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ignite.distributed as idist
 import pytest
@@ -264,10 +266,20 @@ class Bytes(Endless):
         return bytes(100_000)
 
 
-def started(code: str) -> subprocess.Popen[str]:
-    """A process of a group of its own, without a terminal."""
+@contextlib.contextmanager
+def started(call: str) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    """A process of a group of its own, without a terminal, that calls a function of this file; and what the process prints."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; import test_signals; test_signals.{call}"
     pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", code], start_new_session=True, **pipes)
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True, **pipes) as process:
+        assert process.stdout is not None
+        deadline = threading.Timer(DEADLINE_SECONDS, process.kill)
+        deadline.start()
+        try:
+            yield process, process.stdout
+        finally:
+            deadline.cancel()
+            process.kill()
 
 
 def say(line: str) -> None:
@@ -290,10 +302,10 @@ def lead(_worker: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="there are no sessions")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no sessions")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dataset_and_a_worker_may_lead_sessions(workers: int) -> None:
-    """The leader of a process group could not: a worker is none in the group that it is moved to."""
+    """The leader of a process group could not. A worker does not lead the group that it is moved to."""
     trainer, stop = make("auto"), StopOnSignal()
     stop.attach(trainer)
     loader = torch.utils.data.DataLoader(Leading(), batch_size=4, num_workers=workers, worker_init_fn=lead if workers else None)
@@ -315,20 +327,12 @@ def train_on_bytes() -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
 def test_what_kills_the_group_leaves_no_worker(number: signal.Signals) -> None:
     """The workers have a group of their own."""
-    code = f"import sys; sys.path[:] = {sys.path!r}; import test_signals; test_signals.train_on_bytes()"
-    with started(code) as process:
-        deadline = threading.Timer(DEADLINE_SECONDS, process.kill)
-        deadline.start()
-        try:
-            assert process.stdout is not None
-            workers = next(line for line in iter(process.stdout.readline, "") if line.startswith("workers")).split()[1:]
-            assert len(workers) == 2
-            os.killpg(process.pid, number)
-            assert process.wait() == -number
-            until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), "no worker is left")
-        finally:
-            deadline.cancel()
-            process.kill()
+    with started("train_on_bytes()") as (process, printed):
+        workers = next(line for line in iter(printed.readline, "") if line.startswith("workers")).split()[1:]
+        assert len(workers) == 2
+        os.killpg(process.pid, number)
+        assert process.wait() == -number
+        until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), "no worker is left")
 
 
 def train_with_workers(name: str, persistent: bool) -> None:
@@ -355,20 +359,10 @@ def train_with_workers(name: str, persistent: bool) -> None:
 )
 def test_a_signal_to_the_group_leaves_the_workers(number: signal.Signals, name: str, persistent: bool) -> None:
     """Torchrun and terminals send it so. The update is completed with what the workers give, and the run returns."""
-    code = (
-        f"import sys; sys.path[:] = {sys.path!r}; import test_signals; test_signals.train_with_workers({name!r}, {persistent})"
-    )
-    with started(code) as process:
-        deadline = threading.Timer(DEADLINE_SECONDS, process.kill)
-        deadline.start()
-        try:
-            assert process.stdout is not None
-            assert "trains\n" in iter(process.stdout.readline, "")
-            os.killpg(process.pid, number)
-            assert (process.stdout.read(), process.wait()) == (f"received {int(number)}\n", 0)
-        finally:
-            deadline.cancel()
-            process.kill()
+    with started(f"train_with_workers({name!r}, {persistent})") as (process, printed):
+        assert "trains\n" in iter(printed.readline, "")
+        os.killpg(process.pid, number)
+        assert (printed.read(), process.wait()) == (f"received {int(number)}\n", 0)
 
 
 # --- two processes ---
