@@ -200,7 +200,7 @@ def _refuse_more_steps(scheduler: OneCycleLR, last_step: int) -> None:
         place = f"step {scheduler.last_epoch} of total_steps={scheduler.total_steps}"
         raise ValueError(
             f"OneCycleLR is at {place} and will be at step {last_step} at the end of this run: it will raise an error, and a "
-            f"checkpoint restores its length; end the run earlier, {_REMEDY}"
+            f"checkpoint restores its length; end the run earlier; {_REMEDY}"
         )
 
 

@@ -252,7 +252,7 @@ def end_workers(loader: DataLoader[Any]) -> None:
 
 
 def has_lost_workers(opened: object) -> bool:
-    """Whether a pass over a DataLoader, or the next one of persistent workers, needs a worker process that has ended.
+    """Whether a pass over a DataLoader, or the next pass of persistent workers, needs a worker process that has ended.
 
     A pass that was broken off before its workers got an index has lost them too: the next one would take their late answers
     for micro-batches.

@@ -255,7 +255,7 @@ def with_another_forward() -> tuple[list[int], list[dict[str, float]], dict[str,
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_update_of_another_forward_is_left_alone(world_size: int) -> None:
-    """If it has a name: an ordinary one whose loss is one number is an error before its step. Ranks find no terms in it."""
+    """Ranks find no terms in an update with a name. Without a name, a loss of one number is an error before the step."""
     alone = with_another_forward()
     called, (ordinary, other), shown, _ = alone
     assert (called, [*ordinary], other) == ([2], ["up", "down"], {})

@@ -201,7 +201,7 @@ def test_a_composed_metric_is_attached_in_its_own_way() -> None:
 
 
 def test_one_object_under_several_names_counts_once(tmp_path: Path) -> None:
-    """Ignite's guides attach a matrix and what is computed of it. Each is that of the pairs, also cut and resumed."""
+    """Ignite's guides attach a matrix and metrics of that matrix. All have seen each pair once, also in a resumed run."""
 
     def run(directory: Path, limit: int) -> list[Any]:
         trainer, _ = make(accumulation_steps=1)
