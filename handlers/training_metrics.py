@@ -273,6 +273,8 @@ class TrainingMetrics(Handler):
             key = prefix + name
             weight = output.log_weights.get(name, size if prefix or key in self._log_weights else None)
             if weight is not None:
+                if not weight and not value:  # nothing counts for this mean
+                    continue
                 # Another update may have logged a sum of all samples, as also a `Mean` was in checkpoints of older releases.
                 begun = self._log_weights.get(key, samples_before if key in self._logs else 0.0)
                 self._log_weights[key] = begun + weight

@@ -41,7 +41,6 @@ class UpdateOutput:
         num_out_of_memory: how often forward or backward ran out of memory and was recovered from.
         logs: the sum of each entry of the `logs` that `forward` returned; of a `Mean`, that of its values times sample size.
         log_weights: the sums of the denominators of logs that have their own, as a `Mean` has; others are per `sample_size`.
-            Such a log is not in the record if both of its sums are 0.
         grad_norms: where `max_grad_norm` is a mapping, the norm over the parameters of each optimizer, by its name.
         clip_coefficients: where `max_grad_norm` is a mapping, the coefficient of each optimizer, by its name.
         num_evaluations: how often forward and backward have run over the group: once, or more often with `closure`. Loss and

@@ -88,7 +88,7 @@ class Evaluator(Loop):
         self.forward, self.first_look = bind_forward(forward, lambda: this.state), FirstLook()
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.transfer, self.precision = ToDevice(device), Precision(precision, device)
-        self.statistics = Statistics(device, counts=self.data_ranks.counts, keeps_empty=True)
+        self.statistics = Statistics(device, counts=self.data_ranks.counts)
         self._limit: int | None = None
         self._around: list[Callable[[], AbstractContextManager[Any]]] = [lambda: buffers_of_first_rank(this.model)]
         self.scored_weights: list[ScoredWeights] = []
@@ -147,8 +147,7 @@ class Evaluator(Loop):
         self._forward_state = ForwardState(self.model, self.state.carried)
         if self._num_ranks != collectives.world_size():  # it may be made before the process group, or after
             self._num_ranks, self.data_ranks = collectives.world_size(), self._find_data_ranks()
-        # Without the logs of another run, which would be published as 0 or NaN.
-        self.statistics = Statistics(self.statistics.device, counts=self.data_ranks.counts, keeps_empty=True)
+        self.statistics = Statistics(self.statistics.device, counts=self.data_ranks.counts)
         self._run_inside(self._around, loader)
         return self.state
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ignite_train.device.streams import copy_on
 from ignite_train.device.to_host import ToHost, is_on_host
 from ignite_train.errors import ForwardContractError
-from ignite_train.forward import TERM, ForwardOutput, Mean
+from ignite_train.forward import ForwardOutput, Mean
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback, RankRequests
 
@@ -131,8 +131,6 @@ class Statistics:
     Args:
         device: where losses live. On the CPU sums are kept by the host; elsewhere they stay on the device until `finish`.
         counts: whether what is added here counts; False where another rank is fed the same micro-batches and its sums do.
-        keeps_empty: whether `finish` gives logs whose sum and denominator are 0. The ranks send such zeros in each update for
-            every name that they have met, which a resumed process has not met yet.
 
     Attributes:
         on_host: whether the host keeps them.
@@ -140,8 +138,8 @@ class Statistics:
         ranks: over whom they go; the ranks of the process group, unless a way of crossing sets others.
     """
 
-    def __init__(self, device: torch.device, *, counts: bool = True, keeps_empty: bool = False) -> None:
-        self.device, self.counts, self._keeps_empty = device, counts, keeps_empty
+    def __init__(self, device: torch.device, *, counts: bool = True) -> None:
+        self.device, self.counts = device, counts
         self.on_host = is_on_host(device)
         self._reading = ToHost(device)
         self.ranks: Ranks = _AllRanks()
@@ -309,7 +307,7 @@ class Statistics:
         piggybacks = self._piggybacks
         self.reset()
         if self._has_weights:
-            totals = _with_log_weights(totals, keeps_empty=self._keeps_empty)
+            totals = _with_log_weights(totals)
         for piggyback in piggybacks:
             piggyback.on_reduced(payload[: piggyback.payload_size])
             payload = payload[piggyback.payload_size :]
@@ -353,6 +351,8 @@ class Statistics:
             self._exchange_names()
             head, rest, _ = self._read()
         payload, logs = rest[: len(self._payload)], rest[len(self._payload) :]
+        # Behind the sums is how many ranks have met each name in this update. A resumed process may not know the others yet.
+        met = zip(self._names, logs, logs[len(self._names) :], strict=False)
         if norm is None:
             norm = math.sqrt(head.norm_squared)
         elif isinstance(norm, Tensor):
@@ -362,7 +362,7 @@ class Statistics:
             loss=head.loss,
             num_micro_batches=round(head.num_micro_batches),
             num_out_of_memory=round(head.num_out_of_memory),
-            logs=dict(zip(self._names, logs, strict=True)),
+            logs={name: value for name, value, num_ranks in met if num_ranks},
             requests=RankRequests(
                 head.stop > 0, head.stop_epoch > 0, round(head.more_data), head.interrupt > 0, head.changes_gradients > 0
             ),
@@ -412,7 +412,7 @@ class Statistics:
         sample_size, loss = self._sums if self.counts else (0.0, 0.0)
         logs = self._logs if self.counts else {}
         head = _Head(
-            length=float(len(_Head._fields) + len(self._payload) + len(self._names) + self._num_beside),
+            length=float(len(_Head._fields) + len(self._payload) + 2 * len(self._names) + self._num_beside),
             sample_size=sample_size,
             loss=loss,
             num_micro_batches=float(self._count if self.counts else 0),
@@ -425,7 +425,8 @@ class Statistics:
             has_new_names=float(not self._logs.keys() <= {*self._names}),
             norm_squared=self._norm_squared,
         )
-        return [*head, *self._payload, *[logs.get(name, 0.0) for name in self._names]]
+        has = [float(name in logs) for name in self._names]
+        return [*head, *self._payload, *[logs.get(name, 0.0) for name in self._names], *has]
 
     def _as_vector(self) -> Tensor:
         entries = self._entries()
@@ -455,21 +456,14 @@ def _plus(total: float | Tensor, number: float | Tensor) -> float | Tensor:
     return number if type(total) is float and total == 0.0 and isinstance(number, Tensor) else total + number
 
 
-def _with_log_weights(totals: Totals, *, keeps_empty: bool) -> Totals:
-    """Puts the logs under the names that the user gave them, and their denominators beside them.
-
-    A term of the loss stays where it is empty, because its mean is looked for by its name. All terms are left out where samples
-    count and none of them does: forward was another one, and the ranks send zeros for every name that they have met.
-    """
+def _with_log_weights(totals: Totals) -> Totals:
+    """Puts the logs under the names that the user gave them, and their denominators beside them."""
     logs: dict[str, float] = {}
     weights: dict[str, float] = {}
     for key, value in totals.logs.items():
         name, _, kind = key.partition("\0")
         if kind == "weight":  # which comes behind its sum
-            if value or logs[name] or keeps_empty or name.startswith(TERM):
-                weights[name] = value
-            else:
-                del logs[name]
+            weights[name] = value
         elif name in logs:
             raise ForwardContractError(
                 f"logs[{name!r}] must be a pair (sum, denominator) or a Mean in all micro-batches or in none, and forward "
@@ -477,8 +471,4 @@ def _with_log_weights(totals: Totals, *, keeps_empty: bool) -> Totals:
             )
         else:
             logs[name] = value
-    terms = [name for name in weights if name.startswith(TERM)]
-    if terms and totals.sample_size and not keeps_empty and not any(map(weights.get, terms)):
-        for name in terms:
-            del logs[name], weights[name]
     return totals._replace(logs=logs, log_weights=weights)

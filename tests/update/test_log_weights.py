@@ -392,11 +392,11 @@ Records = list[tuple[dict[str, float], dict[str, float]]]
 
 
 def rarely_in_two_runs(directory: str) -> tuple[Records, Records]:
-    """Logs and denominators of updates 4 to 6, of a whole run and of a resumed one; the mean is of update 2 alone."""
+    """Logs and denominators of updates 4 to 6, of a whole run and of a resumed one; others are of update 2 alone."""
 
     def rarely(model: nn.Module, micro_batch: cuts.Sample) -> ForwardOutput:
         size = len(micro_batch[0])
-        logs = {"first": Mean(2.0)} if size > 8 else {}
+        logs = {"first": Mean(2.0), "count": 1.0, "nothing": (0.0, 0)} if size > 8 else {}
         return ForwardOutput(cuts.forward(model, micro_batch).loss, size, {**logs, "pair": (1.0, size)})
 
     def run(name: str, updates: int) -> Records:
@@ -420,7 +420,7 @@ def rarely_in_two_runs(directory: str) -> tuple[Records, Records]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_update_has_no_mean_that_nobody_returned(tmp_path: Path, world_size: int) -> None:
+def test_an_update_has_no_log_that_nobody_returned(tmp_path: Path, world_size: int) -> None:
     """Whether or not the process has seen its name: a resumed run has the records of the whole one, on several ranks too."""
     expected = [({"pair": float(world_size)}, {"pair": 2.0 * world_size})] * 3
     ranks = run_ranks(rarely_in_two_runs, str(tmp_path), world_size=world_size)
