@@ -68,15 +68,16 @@ class Freeze(Handler):
             ValueError: none of them is trained, or no other parameter is.
         """
         trained = [parameter for parameter in stepped_parameters(trainer.optimizers) if parameter.requires_grad]
-        own = self._module.parameters() if isinstance(self._module, nn.Module) else self._module
-        chosen = {id(parameter) for parameter in own}
-        self._frozen = [parameter for parameter in trained if id(parameter) in chosen]
-        if not self._frozen:
+        # Also those that are trained later: `requires_grad` may be set, or the optimizer get them, while the others are frozen.
+        self._frozen = [*(self._module.parameters() if isinstance(self._module, nn.Module) else self._module)]
+        chosen = {id(parameter) for parameter in self._frozen}
+        num_trained = sum(id(parameter) in chosen for parameter in trained)
+        if not num_trained:
             raise ValueError(
                 f"module must have parameters that the optimizer trains, got {describe(self._module)}; pass a module of the "
                 "model in its final form, as it is after fully_shard"
             )
-        if len(self._frozen) == len(trained):
+        if num_trained == len(trained):
             raise ValueError(
                 "module must leave something that trains, got all parameters of the optimizer; pass a part of the model"
             )

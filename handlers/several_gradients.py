@@ -69,9 +69,7 @@ class SeveralGradients(Handler):
         if isinstance(parameters, (nn.Parameter, str)) or not isinstance(parameters, (nn.Module, Iterable, type(None))):
             raise TypeError(f"parameters must be a torch.nn.Module or a list of parameters, got {describe(parameters)}")
         self._combine = combine
-        self._chosen = [*(parameters.parameters() if isinstance(parameters, nn.Module) else parameters or ())]
-        self._has_chosen = parameters is not None
-        self._shared: list[nn.Parameter] = []
+        self._chosen: Any = parameters if isinstance(parameters, nn.Module | None) else [*parameters]
         self._sums: dict[str, dict[nn.Parameter, Tensor]] | None = None  # of the running update, on this rank
         self._of_micro_batch: dict[str, dict[nn.Parameter, Tensor]] = {}
 
@@ -82,13 +80,10 @@ class SeveralGradients(Handler):
             TypeError: some of the parameters are sharded or have sparse gradients.
             ValueError: the optimizer has none of the parameters, the trainer scales its loss, or its replicas train alone.
         """
-        chosen = {id(parameter) for parameter in self._chosen}
-        stepped = stepped_parameters(trainer.optimizers)
-        self._shared = [one for one in stepped if not self._has_chosen or id(one) in chosen]
-        sparse = sparse_parameters(trainer.model)
-        if not self._shared:
+        shared, sparse = self._shared(trainer), sparse_parameters(trainer.model)
+        if not shared:
             raise ValueError("parameters must be some that the optimizer steps, got none of them; pass a part of the model")
-        if any(isinstance(one, DTensor) or one in sparse for one in self._shared):
+        if any(isinstance(one, DTensor) or one in sparse for one in shared):
             raise TypeError(
                 "SeveralGradients needs dense gradients of all parameters on each rank, and some of this trainer's are sharded "
                 "or sparse; leave them out with parameters="
@@ -105,6 +100,14 @@ class SeveralGradients(Handler):
         # Before other handlers of the event, which add noise to the gradient, say.
         trainer.prepend_event_handler(TrainEvents.GRADIENTS_REDUCED, self._combine_terms)
 
+    def _shared(self, trainer: Trainer) -> list[nn.Parameter]:
+        """The parameters whose gradients are combined; asked again and again, as some may join the optimizer within the run."""
+        stepped = stepped_parameters(trainer.optimizers)
+        if self._chosen is None:
+            return stepped
+        chosen = {id(one) for one in (self._chosen.parameters() if isinstance(self._chosen, nn.Module) else self._chosen)}
+        return [one for one in stepped if id(one) in chosen]
+
     def _begin(self) -> None:
         self._sums, self._of_micro_batch = {}, {}
 
@@ -112,7 +115,7 @@ class SeveralGradients(Handler):
         """Takes the gradients of a micro-batch, which are lost if its backward runs out of memory."""
         output = trainer.state.forward_output
         assert output is not None  # noqa: S101  # it is there in this event
-        parameters = [parameter for parameter in self._shared if parameter.requires_grad]
+        parameters = [parameter for parameter in self._shared(trainer) if parameter.requires_grad]
         self._of_micro_batch = {}
         for name, value in output.logs.items():
             if name.startswith(TERM) and isinstance(value, tuple) and (total := value[0]).requires_grad:  # type: ignore[union-attr]
@@ -142,7 +145,7 @@ class SeveralGradients(Handler):
                 "SeveralGradients needs a loss that is a mapping of several terms, and forward returned one number; return "
                 "ForwardOutput({'a': (a_sum, n), 'b': (b_sum, m)}), and give updates with another forward a name"
             )
-        with_gradient = [parameter for parameter in self._shared if parameter.grad is not None]
+        with_gradient = [parameter for parameter in self._shared(trainer) if parameter.grad is not None]
         if not sizes or not with_gradient:
             return
         means = {

@@ -165,6 +165,25 @@ def test_all_that_one_of_two_optimizers_steps(limit: Any) -> None:
     assert bit_by_bit(model[0].state_dict()) != before
 
 
+@pytest.mark.parametrize("joins", [False, True], ids=["requires-grad", "add-param-group"])
+def test_what_is_trained_later_is_frozen_too(joins: bool) -> None:
+    """A part of the module is thawed in the run, by the flag alone or by a new group, while the module is frozen."""
+    model = nn.Sequential(net(), nn.Linear(1, 1).double().requires_grad_(False))
+    trainer = make(model, [one for one in model.parameters() if one.requires_grad] if joins else None)
+    Freeze([*model[0][0].parameters(), *model[1].parameters()], until=4).attach(trainer)
+    before, moved = model[1].weight.clone(), []
+
+    @trainer.on(Events.ITERATION_STARTED(once=2))
+    def thaw() -> None:
+        model.requires_grad_()
+        if joins:
+            trainer.optimizers["optimizer"].add_param_group({"params": [*model[1].parameters()]})
+
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: moved.append(not torch.equal(model[1].weight, before)))
+    trainer.run(DATA[:6])
+    assert moved == [False] * 4 + [True] * 2
+
+
 def test_what_is_not_finite_in_a_frozen_module_counts_nothing() -> None:
     """An infinite gradient of a frozen parameter neither ends the run nor skips an update."""
     model = net()

@@ -102,8 +102,10 @@ def weights_of(model: nn.Module) -> list[float]:
     return found
 
 
-def make(model: nn.Module, *, user_forward: Any = forward, steps: int = 100, **options: Any) -> Trainer:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+def make(
+    model: nn.Module, parameters: Any = None, *, user_forward: Any = forward, steps: int = 100, **options: Any
+) -> Trainer:
+    optimizer = torch.optim.SGD(parameters or model.parameters(), lr=0.1, momentum=0.5)
     options = {"sample_sizes": sizes, **options}
     return create_trainer(
         model,
@@ -160,6 +162,28 @@ def test_ranks_are_one_batch(shards: list[list[int]], way: str) -> None:
     first, *others = run_ranks(on_ranks, shards, way, world_size=len(shards))
     assert first == pytest.approx(expected, rel=1e-12)
     assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_parameters_that_join_the_optimizer_in_the_run_are_combined(chosen: bool) -> None:
+    """As where the optimizer has had them from the beginning, and they were frozen as long."""
+
+    def train(*, join: bool) -> list[float]:
+        model = Heads()
+        body = [*model.parts["body"].requires_grad_(False).parameters()]  # type: ignore[index]
+        trainer = make(model, [one for one in model.parameters() if one.requires_grad] if join else None)
+        SeveralGradients(weigh, parameters=model if chosen else None).attach(trainer)
+
+        @trainer.on(Events.ITERATION_STARTED(once=2))
+        def thaw() -> None:
+            model.requires_grad_()
+            if join:
+                trainer.optimizers["optimizer"].add_param_group({"params": body})
+
+        trainer.run([cuts.samples()], max_epochs=NUM_UPDATES)
+        return weights_of(model)
+
+    assert train(join=True) == pytest.approx(train(join=False), rel=1e-12)
 
 
 def test_none_leaves_the_gradient_as_it_is() -> None:
