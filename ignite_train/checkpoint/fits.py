@@ -284,14 +284,20 @@ def _option_changes(
     changes: dict[str, list[int]] = {}
     pairs = [*zip(saved, map(plain_options, script), decided, strict=False)]  # groups that are added later are equal
     for index, (before, now, wins) in enumerate(pairs):
-        for one in differences(before, now):
+        for one in differences(_as_written(before), _as_written(now)):
             (key,) = one.path
-            if not one.is_on_one_side and (key != "initial_lr" or now.get("lr") == before.get("lr")):
+            if not one.is_on_one_side:
                 theirs = f"the checkpoint's is used; script_wins=({key!r},) takes the script's"
                 used = "the script's is used" if key in wins else theirs
                 changes.setdefault(f"{one.change} ({used})", []).append(index)
     everywhere = [*range(len(pairs))]
     return [f"{name}.{'' if found == everywhere else f'param_groups{found}.'}{text}" for text, found in changes.items()]
+
+
+def _as_written(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group with the rate that the script has written, and not what a schedule has made of it."""
+    written = {key: value for key, value in options.items() if key != "initial_lr"}
+    return written if len(written) == len(options) else {**written, "lr": options["initial_lr"]}
 
 
 # --- settings ---

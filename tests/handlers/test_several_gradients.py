@@ -102,9 +102,7 @@ def weights_of(model: nn.Module) -> list[float]:
     return found
 
 
-def make(
-    model: nn.Module, parameters: Any = None, *, user_forward: Any = forward, steps: int = 100, **options: Any
-) -> Trainer:
+def make(model: nn.Module, parameters: Any = None, *, user_forward: Any = forward, steps: int = 100, **options: Any) -> Trainer:
     optimizer = torch.optim.SGD(parameters or model.parameters(), lr=0.1, momentum=0.5)
     options = {"sample_sizes": sizes, **options}
     return create_trainer(
