@@ -245,10 +245,15 @@ class Trial:
         assert self.trainer is not None  # noqa: S101  # it is not closed
         if torch.get_num_threads() != self.settings["threads"]:
             torch.set_num_threads(self.settings["threads"])
-        self._count = 0
+        self._count = self._measured = 0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.trainer.run(self._loader, max_epochs=self.trainer.state.epoch + 1)
+        if not self._measured:
+            raise ValueError(
+                "make_trainer must attach no handler that ends an epoch or the run, such as EarlyStopping, got one after "
+                f"{self._count} of {self._updates} updates; attach it to the trainer that make_trainer returns for the run"
+            )
         return (self._ended - self._begun) / self._measured
 
     def _mark(self, trainer: Trainer) -> None:

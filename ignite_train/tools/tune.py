@@ -58,8 +58,8 @@ def tune(
 
     Afterwards random numbers, torch's threads and the loader's generators are what they were, also after an exception or
     Ctrl-C. What the function shares with the program, such as a teacher with buffers, is not restored. The handlers that it
-    attaches run in the measurement: leave out those that write or evaluate; a `Checkpoint` is refused. At most two of its
-    trainers are in memory at a time.
+    attaches run in the measurement: leave out those that write or evaluate. A `Checkpoint`, and a handler that ends an epoch or
+    the run, as `EarlyStopping` does, are refused. At most two of its trainers are in memory at a time.
 
     On several ranks each measures for itself, as if it were the only process, and the slowest counts. All ranks must call it.
 
@@ -79,7 +79,7 @@ def tune(
         TypeError: an argument is of the wrong type, a parameter of `make_trainer` has no default, or the loader is an iterator.
         ValueError: a value is out of range, or the loader is empty, or the ranks have different settings.
         RuntimeError: the present settings cannot be measured, as where `make_trainer` takes a model that was there before or
-            attaches a `Checkpoint`, or forward or the model have collectives of their own.
+            attaches a `Checkpoint` or a handler that ends an epoch, or forward or the model have collectives of their own.
 
     Example:
         >>> import torch

@@ -6,6 +6,7 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterator
+from functools import wraps
 from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import ignite.distributed as idist
 import pytest
 import torch
+from ignite.engine import Events
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -464,6 +466,27 @@ def heedless(accumulation_steps: int = 2) -> Trainer:
 
 def breaking(accumulation_steps: int = 1) -> Trainer:
     raise RuntimeError("no such device")
+
+
+@pytest.mark.parametrize("iteration", [2, 5, 8, 17], ids=["first window", "second window", "search", "last window"])
+@pytest.mark.parametrize("call", ["terminate", "terminate_epoch"])
+def test_a_handler_that_ends_an_epoch_or_the_run_is_refused(call: str, iteration: int, clock: Clock) -> None:
+    """As MinLearningRate, TimeLimit and EarlyStopping do: such a window has no time, and must not have that of another one."""
+    make_trainer = maker(clock, lambda _: 1.0)
+
+    @wraps(make_trainer)
+    def ending(**settings: Any) -> Trainer:
+        trainer: Trainer = make_trainer(**settings)
+
+        @trainer.on(Events.ITERATION_COMPLETED)
+        def end() -> None:
+            if trainer.state.iteration >= iteration:
+                getattr(trainer, call)()
+
+        return trainer
+
+    message = "ValueError: make_trainer must attach no handler that ends an epoch or the run, .* got one after 2 of 3 updates;"
+    assert_one_line((RuntimeError, message, lambda: tuned(ending, loader_of())))
 
 
 def test_the_model_of_the_program_is_not_trained() -> None:
