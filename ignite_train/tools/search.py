@@ -117,7 +117,7 @@ class Search:
         """Searches.
 
         Raises:
-            TrialError: the present settings cannot be measured.
+            TrialError: the fastest settings so far cannot be measured, which are the present ones at first.
         """
         try:
             self._open = [self._build(self._present)]
@@ -150,6 +150,7 @@ class Search:
         except TrialError as error:
             self.rows.append(Measured(settings, None, 0.0, 0.0, None, f"failed: {error}"))
             self._drop_candidate()
+            self._open[0].seconds()  # it raises if it was the fastest settings that failed, as they would beside each candidate
             return "failed"
         ratio = self._ratio * median(found.ratios)
         self._note(other, found.after, ratio, found.outcome)

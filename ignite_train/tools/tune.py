@@ -58,8 +58,9 @@ def tune(
 
     Afterwards random numbers, torch's threads and the loader's generators are what they were, also after an exception or
     Ctrl-C. What the function shares with the program, such as a teacher with buffers, is not restored. The handlers that it
-    attaches run in the measurement: leave out those that write or evaluate. A `Checkpoint`, and a handler that ends an epoch or
-    the run, as `EarlyStopping` does, are refused. At most two of its trainers are in memory at a time.
+    attaches run in the measurement: leave out those that write or evaluate, and schedules of a fixed length such as
+    `OneCycleLR`, of which the measurement has more updates. A `Checkpoint`, and a handler that ends an epoch or the run, as
+    `EarlyStopping` does, are refused. At most two of its trainers are in memory at a time.
 
     On several ranks each measures for itself, as if it were the only process, and the slowest counts. All ranks must call it.
 
@@ -79,7 +80,8 @@ def tune(
         TypeError: an argument is of the wrong type, a parameter of `make_trainer` has no default, or the loader is an iterator.
         ValueError: a value is out of range, or the loader is empty, or the ranks have different settings.
         RuntimeError: the present settings cannot be measured, as where `make_trainer` takes a model that was there before or
-            attaches a `Checkpoint` or a handler that ends an epoch, or forward or the model have collectives of their own.
+            attaches a `Checkpoint` or a handler that ends an epoch, or forward or the model have collectives of their own; or
+            the fastest settings so far fail in the search.
 
     Example:
         >>> import torch
@@ -101,9 +103,14 @@ def tune(
         random_state = at_end.enter_context(kept_random_state(loader))
         trials = _Trials(make_trainer, arguments, loader, random_state)
         chosen, left_alone = trials.dimensions({} if values is None else values)
-        trials.fill_windows(min(_LONGEST_WINDOW, _WINDOW * seconds))
         search = Search(trials, trials.present, lambda: collectives.largest(perf_counter() - started)[0] > _SEARCH * seconds)
-        search(chosen)
+        try:
+            trials.fill_windows(min(_LONGEST_WINDOW, _WINDOW * seconds))
+            search(chosen)
+        except TrialError as error:
+            changes = changed_settings(search.fastest, trials.present)
+            which = f"settings {label(changes)}" if changes else "present settings"
+            raise RuntimeError(f"the {which} cannot be measured: {error}") from error
     found = search.last_race if search.fastest != trials.present else None
     return Tuned(
         present=trials.present,
@@ -194,17 +201,15 @@ class _Trials:
         """Takes as many samples as the present settings compute in a window of this length. Collective.
 
         Raises:
-            RuntimeError: the present settings cannot be measured, or forward or the model have collectives of their own.
+            TrialError: the present settings cannot be measured.
+            RuntimeError: forward or the model have collectives of their own.
         """
+        trial = self(self.present)
         try:
-            trial = self(self.present)
-            try:
-                taken, begun = trial.seconds(), collectives.any_rank(trial.num_collectives)
-                self._look_at(trial)
-            finally:
-                trial.close()
-        except TrialError as error:
-            raise RuntimeError(f"the present settings cannot be measured: {error}") from error
+            taken, begun = trial.seconds(), collectives.any_rank(trial.num_collectives)
+            self._look_at(trial)
+        finally:
+            trial.close()
         if begun:
             raise RuntimeError(
                 "tune needs a model and a forward without collectives of their own, such as SyncBatchNorm's: a candidate that "

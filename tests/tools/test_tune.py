@@ -7,7 +7,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from functools import wraps
-from itertools import accumulate, cycle
+from itertools import accumulate, count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,35 @@ def test_a_candidate_that_fails_is_a_row(clock: Clock) -> None:
     (failed,) = [row for row in found.rows if row.samples_per_second is None]
     assert failed.outcome == "failed: OutOfMemoryError: no room for 8"
     assert [row.settings["micro_batch"] for row in found.rows] == [4, 8, 2]
+
+
+@pytest.mark.parametrize(
+    ("fails", "last"), [(1, 15), (1, 18), (1, 30), (2, 14)], ids=["windows", "first race", "later race", "a winner"]
+)
+def test_the_fastest_settings_may_not_fail_in_the_search(fails: int, last: int, clock: Clock) -> None:
+    """As with a schedule of a fixed length: it is an error, not a row for each candidate that was measured beside them."""
+    made = count()
+
+    def make_trainer(accumulation_steps: int = 1, width: int = 1) -> Trainer:
+        def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+            clock.now += 0.5 if width == fails == 2 else 1.0
+            return summed(model, x)
+
+        model = nn.Linear(3, width).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = create_trainer(model, optimizer, forward, accumulation_steps=accumulation_steps)
+        limit = last if next(made) and width == fails else 1000
+
+        @trainer.on(Events.ITERATION_STARTED)
+        def end() -> None:
+            if trainer.state.iteration > limit:
+                raise ValueError("too many steps")
+
+        return trainer
+
+    values = {"threads": [], "micro_batch": [], "workers": [], "width": [2, 3, 4]}
+    says = f"^the {'present settings' if fails == 1 else 'settings width=2'} cannot be measured: ValueError: too many steps"
+    assert_one_line((RuntimeError, says, lambda: tune(make_trainer, loader_of(), seconds=1e6, values=values)))
 
 
 @pytest.mark.nightly
@@ -485,7 +514,8 @@ def test_a_handler_that_ends_an_epoch_or_the_run_is_refused(call: str, iteration
 
         return trainer
 
-    message = "ValueError: make_trainer must attach no handler that ends an epoch or the run, .* got one after 2 of 3 updates;"
+    message = "make_trainer must attach no handler that ends an epoch or the run, .* got one after 2 of 3 updates;"
+    message = f"the present settings cannot be measured: ValueError: {message}"
     assert_one_line((RuntimeError, message, lambda: tuned(ending, loader_of())))
 
 
