@@ -16,7 +16,7 @@ import torch
 from ignite.engine import Events
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from ignite_train.arguments import describe
+from ignite_train.arguments import describe, positive_int
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.data.unmoved import unmoved
 from ignite_train.internals.of_ignite import computation_model
@@ -51,8 +51,8 @@ class TrialSamples:
         settings: the present settings.
 
     Raises:
-        TypeError: the loader is an iterator, which cannot be read without moving it.
-        ValueError: it is empty.
+        TypeError: the loader is an iterator, which cannot be read without moving it; or the setting is not one number.
+        ValueError: the loader is empty.
 
     Attributes:
         micro_batch: samples to a micro-batch; None if these cannot be cut otherwise.
@@ -67,8 +67,6 @@ class TrialSamples:
         self.why_fixed: dict[str, str] = {}
         if steps_name is None:
             self.why_fixed["micro_batch"] = "make_trainer has no parameter accumulation_steps"
-        elif not isinstance(settings[steps_name], int):
-            self.why_fixed["micro_batch"] = f"{steps_name} is not one number"
         steps, kind = self.accumulation_steps(settings), type(loader).__name__
         self._is_cut_again = True
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
@@ -87,9 +85,9 @@ class TrialSamples:
         self._given = _first(_copy_of(sampler, loader), steps * updates * (self.micro_batch or 1))
 
     def accumulation_steps(self, settings: Settings) -> int:
-        """Returns the micro-batches to an update with these settings; 1 where they are not one number."""
-        steps = 1 if self._steps_name is None else settings[self._steps_name]
-        return steps if isinstance(steps, int) else 1
+        """Returns the micro-batches to an update with these settings; 1 where no setting says it."""
+        name = self._steps_name
+        return 1 if name is None else positive_int(f"make_trainer's default of {name}", settings[name])
 
     def check(self, trainer: Trainer, settings: Settings) -> None:
         """Sees to it that an update of `trainer` has the micro-batches of `settings`: others train on other samples.
@@ -98,11 +96,13 @@ class TrialSamples:
             ValueError: it has others.
         """
         name, made = self._steps_name, trainer.config["accumulation_steps"]
-        if name is not None and isinstance(settings[name], int) and isinstance(made, int) and made != settings[name]:
-            raise ValueError(
-                f"make_trainer must pass its {name} on to create_trainer, got a trainer with accumulation_steps={made} for "
-                f"{name}={settings[name]}"
-            )
+        if made == self.accumulation_steps(settings):
+            return
+        instead = f"for {name}={settings[name]}" if name else "and no such parameter; add one, with one number as its default"
+        raise ValueError(
+            f"make_trainer must pass its {name or 'accumulation_steps'} on to create_trainer, got a trainer with "
+            f"accumulation_steps={made} {instead}"
+        )
 
     def loader(self, settings: Settings) -> Iterable[Any]:
         """All samples in the micro-batches of `settings`; a pass over it can be made any number of times."""

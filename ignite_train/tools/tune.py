@@ -77,7 +77,8 @@ def tune(
         What was measured; `print` shows a table.
 
     Raises:
-        TypeError: an argument is of the wrong type, a parameter of `make_trainer` has no default, or the loader is an iterator.
+        TypeError: an argument is of the wrong type, a parameter of `make_trainer` has no default, the loader is an iterator, or
+            `accumulation_steps` is not one number.
         ValueError: a value is out of range, or the loader is empty, or the ranks have different settings.
         RuntimeError: the present settings cannot be measured, as where `make_trainer` takes a model that was there before or
             attaches a `Checkpoint` or a handler that ends an epoch, or forward or the model have collectives of their own; or

@@ -560,6 +560,17 @@ MISTAKES: dict[str, Mistake] = {
         "accumulation_steps=2",
         lambda: tune(heedless, loader_of()),
     ),
+    "steps without a parameter": (
+        RuntimeError,
+        "make_trainer must pass its accumulation_steps on to create_trainer, got a trainer with accumulation_steps=2 and no "
+        "such parameter; add one, with one number as its default",
+        lambda: tune(lambda: stepped(), loader_of()),  # it has no parameters
+    ),
+    "several numbers of steps": (
+        TypeError,
+        r"make_trainer's default of accumulation_steps must be a positive integer, got \[2, 4\]",
+        lambda: tune(lambda accumulation_steps=[2, 4]: stepped(accumulation_steps), loader_of()),  # type: ignore[misc]
+    ),
     "no trainer": (RuntimeError, "make_trainer must return a Trainer, got", lambda: tune(lambda: 3, [X])),  # type: ignore[arg-type, return-value]
     "breaks": (
         RuntimeError,
