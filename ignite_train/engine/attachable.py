@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from ignite.engine import Engine
-from ignite.metrics import Metric
+from ignite.metrics import Metric, MetricsLambda
 
 from ignite_train.arguments import settings_of
 from ignite_train.internals.of_ignite import names_in_state
@@ -101,8 +101,13 @@ def list_stateful(listed: dict[str, Stateful], handler: Any) -> None:
 
 
 def lacks_state(owner: object) -> bool:
-    """Whether it is a metric of Ignite without a state, as `GpuInfo` is, which would wait for all ranks to give none."""
-    return isinstance(owner, Metric) and type(owner).state_dict is Metric.state_dict and not names_in_state(owner)
+    """Whether it is a metric of Ignite without a state of its own, which would wait for all ranks to give none.
+
+    `GpuInfo` is one, and a function of other metrics, as `mIoU` is: these are attached beside it, and have the counts.
+    """
+    if not isinstance(owner, Metric) or type(owner).state_dict is not Metric.state_dict:
+        return False
+    return isinstance(owner, MetricsLambda) or not names_in_state(owner)
 
 
 def numbered_name(owner: object, taken: Container[str]) -> str:
