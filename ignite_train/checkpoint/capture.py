@@ -221,12 +221,26 @@ def _what_can_be_stored(run: SavedRun, objects: RunObjects, tensors: dict[str, T
             trees[name] = encoder.encode(entry.state_dict(), (name,))
         except Exception as error:  # a handler may raise anything
             if not isinstance(entry, PublishedMetrics):
+                if not _is_of_state(name, entry):
+                    raise
                 run.warn_left_out(name, error)
                 continue
             encoder = TreeEncoder()
             trees[name] = encoder.encode(_storable(run, name, entry), (name,))
         tensors |= encoder.tensors
     return trees
+
+
+def _is_of_state(name: str, entry: Stateful) -> bool:
+    """Whether the state of an object cannot be stored, as an attempt to store it has failed before.
+
+    Another error is not of the state: torch raises the end of a worker process wherever this thread is.
+    """
+    try:
+        TreeEncoder().encode(entry.state_dict(), (name,))
+    except Exception:  # a handler may raise anything
+        return True
+    return False
 
 
 def _storable(run: SavedRun, name: str, published: PublishedMetrics) -> dict[Any, Any]:

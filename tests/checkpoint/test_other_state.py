@@ -1372,6 +1372,33 @@ class Raises:
         """So that it can be a handler."""
 
 
+class IsInterrupted(Raises):
+    """A handler in whose `state_dict` an error of something else comes once, as that of a worker that has ended does."""
+
+    asked = 0
+
+    def state_dict(self) -> Any:
+        self.asked += 1
+        if self.asked == 4:
+            raise RuntimeError("DataLoader worker is killed")
+        return {"asked": self.asked}
+
+
+def test_an_error_that_is_not_of_a_state_fails_the_save(tmp_path: Path) -> None:
+    """Or else the newest checkpoint would lack the state, and the next start would take it."""
+    model = net()
+    trainer = create_trainer(model, adamw(model), forward)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, IsInterrupted())
+    Checkpoint(tmp_path, every=1).attach(trainer)
+    with pytest.raises(RuntimeError, match="worker is killed"):
+        trainer.run(LOADER, max_iters=8)
+    found = sorted(tmp_path.glob("update-*"))
+    assert found
+    for path in found:
+        with CheckpointReader(path) as stored:
+            assert "handlers/IsInterrupted" in stored.names()
+
+
 def test_a_handler_whose_state_raises_does_not_end_the_run(tmp_path: Path, caplog: Any) -> None:
     """It is left out like one that cannot be stored; nothing half of it is written."""
     trainer = build(tmp_path)
