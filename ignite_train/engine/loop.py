@@ -13,6 +13,7 @@ from ignite.engine import Events
 
 from ignite_train.arguments import describe_error
 from ignite_train.engine.dispatch import Dispatcher, call, entries
+from ignite_train.internals.of_torch import note_error_in_pass
 from ignite_train.ranks import collectives
 from ignite_train.state import TrainState, UpdateOutput
 
@@ -408,6 +409,7 @@ class Loop(Dispatcher):
 
     def _observe(self, error: BaseException) -> None:
         """Shows `error` to every handler of EXCEPTION_RAISED, once."""
+        note_error_in_pass(self.state.dataloader, error)
         where = f"epoch {self.state.epoch}, iteration {self.state.iteration}"
         self.logger.error(f"the run ended at {where} by {describe_error(error)}")
         self.last_event_name = Events.EXCEPTION_RAISED

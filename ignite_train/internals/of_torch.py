@@ -13,7 +13,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from operator import attrgetter, methodcaller
+from traceback import walk_tb
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks, _use_grad_for_differentiable
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 __all__ = [
@@ -68,6 +70,7 @@ __all__ = [
     "indices_of",
     "late_hooks_of",
     "modules_of",
+    "note_error_in_pass",
     "parameters_of",
     "parts_of_schedule",
     "pass_of",
@@ -251,18 +254,32 @@ def end_workers(loader: DataLoader[Any]) -> None:
         own._shutdown_workers()
 
 
-def has_lost_workers(opened: object) -> bool:
-    """Whether a pass over a DataLoader, or the next pass of persistent workers, needs a worker process that has ended.
+_broken_off = WeakSet[_BaseDataLoaderIter]()
 
-    A pass that was broken off before its workers got an index has lost them too: the next one would take their late answers
-    for micro-batches.
+
+def note_error_in_pass(loader: object, error: BaseException) -> None:
+    """Notes if an error has come while a DataLoader read from persistent workers, maybe in the middle of a message.
+
+    `has_lost_workers` tells it. They are not ended at once, since the error has to reach other ranks first.
+    """
+    opened = pass_of(loader) if isinstance(loader, DataLoader) else None
+    files = (frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
+    if opened is not None and dataloader.__file__ in files:
+        _broken_off.add(opened)
+
+
+def has_lost_workers(opened: object) -> bool:
+    """Whether a pass over a DataLoader, or the next pass of persistent workers, needs worker processes that cannot go on.
+
+    They have ended; or an error came while a micro-batch was read, and the next pass would begin in the middle of a message; or
+    the pass was broken off before they got an index, and the next one would take their late answers for micro-batches.
     """
     facts = vars(opened) if isinstance(opened, _BaseDataLoaderIter) else {}
     if not facts.get("_workers"):
         return False
     needed = zip(facts["_workers"], facts["_workers_status"], strict=True)
-    is_kept = facts["_persistent_workers"]
-    return not facts["_send_idx"] or any((is_kept or is_used) and not worker.is_alive() for worker, is_used in needed)
+    is_kept, is_broken = facts["_persistent_workers"], opened in _broken_off or not facts["_send_idx"]
+    return is_broken or any((is_kept or is_used) and not worker.is_alive() for worker, is_used in needed)
 
 
 def end_with_parent() -> None:

@@ -217,8 +217,8 @@ def check_optimizers(model: nn.Module, optimizer: Optimizer | Optimizers, *, clo
     if missing:
         raise ValueError(
             f"optimizer must be over all trainable parameters, got one without {missing[0]!r} and {len(missing) - 1} more; "
-            "add them, or freeze them with requires_grad_(False); if another trainer trains them, pass as model the part that this "
-            "one trains, and call the whole in forward"
+            "add them, or freeze them with requires_grad_(False); if another trainer trains them, pass as model the part that "
+            "this one trains, and call the whole in forward"
         )
 
 

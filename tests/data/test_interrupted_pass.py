@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -35,13 +37,13 @@ def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
     return ForwardOutput(model(x[:, None]).square().sum(), sample_size=len(x))
 
 
-def made(**arguments: Any) -> tuple[Trainer, nn.Module]:
+def made(user_forward: Any = forward, **arguments: Any) -> tuple[Trainer, nn.Module]:
     """A trainer whose updates are undone with their random numbers, as with a Checkpoint, and its model with dropout."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
     model = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.4), nn.Linear(4, 1))
-    trainer = create_trainer(model, SGD(model.parameters(), lr=1e-3), forward, **arguments)
+    trainer = create_trainer(model, SGD(model.parameters(), lr=1e-3), user_forward, **arguments)
     trainer.mark_everything()
     return trainer, model
 
@@ -220,6 +222,46 @@ def test_ctrl_c_while_kept_workers_answer_that_they_begin(monkeypatch: pytest.Mo
                     trainer.run(loader, max_epochs=3)
         trainer.run(loader, max_epochs=3)
         outcomes.append(bits(trainer, model))
+    assert outcomes[0] == outcomes[1]
+
+
+def as_bytes(samples: Sequence[Tensor]) -> np.ndarray[Any, Any]:
+    """A micro-batch that crosses from its worker in one long message, where tensors send the names of files."""
+    return np.stack([np.full(2**16, float(sample)) for sample in samples])
+
+
+def of_bytes(model: nn.Module, x: np.ndarray[Any, Any]) -> ForwardOutput:
+    return forward(model, torch.from_numpy(x[:, 0]).float())
+
+
+@pytest.mark.parametrize("evaluates", [False, True], ids=["training", "evaluation"])
+def test_ctrl_c_in_the_middle_of_a_message_of_kept_workers(evaluates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next run waited for ever, or took the rest of the message for the next one: `UnpicklingError`."""
+    outcomes, read = [], Connection._recv  # type: ignore[attr-defined]
+    for presses in (False, True):
+        sizes: list[int] = []
+
+        def press(connection: Any, size: int, *rest: Any, sizes: list[int] = sizes, presses: bool = presses) -> Any:
+            sizes += [size] if size > 2**16 else []
+            if presses and size > 2**16 and len(sizes) == 4:
+                os.read(connection.fileno(), 1000)
+                raise KeyboardInterrupt
+            return read(connection, size, *rest)
+
+        trainer, model = made(user_forward=of_bytes)
+        evaluator = create_evaluator(model, of_bytes)
+        loader = DataLoader(torch.arange(12.0), 2, shuffle=not evaluates, collate_fn=as_bytes, timeout=60, **KEPT)
+        stops = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(Connection, "_recv", press)
+            for _ in range(2):
+                with suppress(KeyboardInterrupt):
+                    stops += 1
+                    evaluator.run(loader) if evaluates else trainer.run(loader, max_epochs=3)
+                    stops -= 1
+        assert stops == presses
+        outcomes.append((bits(trainer, model), evaluator.state.metrics))
+        of_torch.end_workers(loader)
     assert outcomes[0] == outcomes[1]
 
 

@@ -473,12 +473,20 @@ def pass_of_a_loader() -> bool:
     of_torch.end_workers(loader)
     ended = [worker for worker in workers if not worker.is_alive()]
     lost.append(of_torch.has_lost_workers(passes[2]))
+    for failing in (range(1), [None]):  # the error comes in the handler of the loop, and while the pass is read
+        opened = DataLoader(failing, num_workers=1, persistent_workers=True, multiprocessing_context="fork")  # type: ignore[arg-type]
+        try:
+            raise TypeError([*opened])
+        except TypeError as error:
+            of_torch.note_error_in_pass(opened, error)
+        lost.append(of_torch.has_lost_workers(of_torch.pass_of(opened)))
+        of_torch.end_workers(opened)
     return (
         passes[0] is None
         and passes[1] is passes[2] is not None
         and [samplers[0] is None, samplers[1] is samplers[2]] == [True, False]
         and of_torch.pass_of(copied) is of_torch.pass_of(loader) is None
-        and lost == [False, False, False, True]
+        and lost == [False, False, False, True, False, True]
         and len(ended) == 1
     )
 
@@ -632,7 +640,14 @@ OF_TORCH: dict[Callable[[], bool], tuple[str, ...]] = {
     schedules_of_schedules: ("MILESTONES", "PARTS", "parts_of_schedule"),
     counted_steps: ("COUNTS_STEPS", "HAS_STEPPED"),
     death_of_a_parent: ("end_with_parent",),
-    pass_of_a_loader: ("ITERATOR", "end_workers", "has_lost_workers", "pass_of", "sampler_pass_of"),
+    pass_of_a_loader: (
+        "ITERATOR",
+        "end_workers",
+        "has_lost_workers",
+        "note_error_in_pass",
+        "pass_of",
+        "sampler_pass_of",
+    ),
 }
 
 
