@@ -102,12 +102,14 @@ class LearningRateSchedule(Handler):
         trainer.add_event_handler(Events.STARTED, self._look_at_length)
         return trainer.add_event_handler(event, self)
 
-    def __call__(self) -> None:
-        """Steps the schedule.
+    def __call__(self, trainer: Trainer) -> None:
+        """Steps the schedule, once in an epoch whose EPOCH_STARTED fires again where a run resumes within it.
 
         Raises:
             ValueError: the optimizer has a parameter group that the schedule cannot step, because it was added later.
         """
+        if self._event is Events.EPOCH_STARTED and trainer.progress.epoch_iteration > 0:
+            return
         if self._last_step is not None and vars(self.scheduler)["last_epoch"] != self._last_step:
             self._warn_of_other_steps()
         try:
@@ -131,6 +133,8 @@ class LearningRateSchedule(Handler):
         """Loads it into the scheduler."""
         load_schedule(self.scheduler, state_dict)
         self._is_restored = True
+        if self._last_step is not None:  # a state is put back once more after handlers that may have stepped it
+            self._last_step = vars(self.scheduler)["last_epoch"]
         # An earlier process has made the steps, which torch would miss where it resumes at the end of the first epoch.
         vars(self.scheduler.optimizer)[HAS_STEPPED] = True
 
@@ -176,7 +180,7 @@ class LearningRateSchedule(Handler):
         state, progress = trainer.state, trainer.progress
         epochs = state.max_epochs and state.max_epochs - state.epoch + progress.epoch_open  # with the open one
         if self._event is Events.EPOCH_STARTED:
-            return epochs and epochs - progress.epoch_started
+            return epochs and epochs - (progress.epoch_started or progress.epoch_iteration > 0)
         if self._event is Events.EPOCH_COMPLETED:
             return epochs
         if self._event is not TrainEvents.STEP_COMPLETED and self._event is not Events.ITERATION_COMPLETED:
@@ -208,7 +212,7 @@ def _warn_of_the_end(scheduler: LRScheduler, num_skipped: int, last_step: int | 
     """Warns what a schedule does after its last step, if a run continues there, or will be beyond for half of its updates."""
     name, consequence = _LENGTHS.get(type(scheduler), ("", ""))
     length, step = vars(scheduler).get(name), scheduler.last_epoch
-    if length is None or step > length or not collectives.is_main_rank():
+    if length is None or step > length or last_step == step or not collectives.is_main_rank():  # no step is left
         return
     where = f"({type(scheduler).__name__}: step {step} of {name}={length}, which a checkpoint restores)"
     if length - num_skipped <= step:

@@ -288,6 +288,58 @@ def test_a_schedule_that_something_else_steps_is_noticed(place: str, caplog: pyt
     assert "something else steps it too" in lines(caplog)[0]
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("updates", [12, 76])
+@pytest.mark.parametrize("name", ["OneCycleLR", "CosineAnnealingLR", "StepLR"])
+def test_a_schedule_of_epochs_resumes_in_the_middle_of_one(
+    name: str, updates: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`EPOCH_STARTED` fires once more, which seemed a step of something else, and one too many for OneCycleLR."""
+    kinds: dict[str, Make] = {
+        "OneCycleLR": lambda o: OneCycleLR(o, 0.1, total_steps=EPOCHS),
+        "CosineAnnealingLR": lambda o: CosineAnnealingLR(o, EPOCHS),
+        "StepLR": lambda o: StepLR(o, 3),
+    }
+
+    def rates(directory: Path, stop: int) -> list[Any]:
+        trainer, optimizer = make()
+        LearningRateSchedule(kinds[name](optimizer)).attach(trainer, Events.EPOCH_STARTED)
+        Checkpoint(directory, every=100).attach(trainer)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop), lambda: trainer.terminate())
+        found = list[Any]()
+        record = trainer.state
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: found.append(record.update_output.learning_rates))  # type: ignore[union-attr]
+        trainer.run(DATA, max_epochs=EPOCHS)
+        return found
+
+    whole = rates(tmp_path / "whole", 1000)
+    begun = rates(tmp_path / "parts", updates)
+    caplog.clear()
+    assert begun + rates(tmp_path / "parts", 1000) == whole
+    assert [line for line in lines(caplog) if "schedule" in line] == []
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_schedule_that_something_else_steps_is_told_after_a_resume_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first run makes no such step, so that all that is told comes after the resume."""
+
+    def step(_: Trainer, schedule: LRScheduler) -> None:
+        schedule.step()
+
+    for stop in (12, 1000):
+        caplog.clear()
+        trainer, optimizer = make()
+        schedule = StepLR(optimizer, 30)
+        LearningRateSchedule(schedule).attach(trainer, Events.EPOCH_STARTED)
+        Checkpoint(tmp_path, every=100).attach(trainer)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop), lambda t: t.terminate())
+        trainer.add_event_handler(Events.EPOCH_COMPLETED(event_filter=lambda _, epoch: epoch > 1), step, schedule)
+        trainer.run(DATA, max_epochs=4)
+    assert ["something else steps it too" in line for line in lines(caplog)] == [True]
+
+
 def test_a_second_schedule_of_the_same_kind_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     """A cell of a notebook that is run again makes a new scheduler for the same optimizer; another kind is told in one line."""
     trainer, optimizer = make()
