@@ -46,7 +46,7 @@ class Handover:
         run = self._run()
         state = self._trainer.state
         manifest = Manifest(
-            update=state.iteration,
+            update=state.iteration,  # the running one too, which the trainer does not count yet
             epoch=state.epoch,
             serial=0,
             world_size=collectives.world_size(),
@@ -76,7 +76,7 @@ class Handover:
                 archive.extractall(place, filter="data")
             collectives.gather_objects(None)  # the parts of all ranks are there
             with CheckpointReader(place) as reader:
-                taken = RunState(reader, run)
+                taken, begun = RunState(reader, run), reader.manifest.update
         taken.restore()
         trainer = self._trainer
         in_epoch = trainer.state_dict()["epoch_iteration"] > 0
@@ -88,9 +88,12 @@ class Handover:
                 handle.remove()
             taken.restore_objects()
 
-        # Handlers of these events, such as metrics that reset themselves, change what was restored. A run that is stopped
-        # already ends before its epoch is continued; there the state is put back before a Checkpoint saves it.
-        handles = [trainer.append_event_handler(Events.EPOCH_STARTED if in_epoch else Events.STARTED, put_back)]
+        # Handlers of these events, such as metrics that reset themselves, change what was restored. Where the state comes from
+        # within an update, they have been called there, up to its ITERATION_STARTED. A run that is stopped already ends before
+        # its epoch is continued; there the state is put back before a Checkpoint saves it.
+        between_updates = Events.EPOCH_STARTED if in_epoch else Events.STARTED
+        event = Events.ITERATION_STARTED if begun > trainer.state.iteration else between_updates
+        handles = [trainer.append_event_handler(event, put_back)]
         handles += [trainer.add_event_handler(event, put_back) for event in (Events.TERMINATE, Events.COMPLETED)]
 
     def _run(self) -> SavedRun:

@@ -22,6 +22,7 @@ from ignite_train import (
     create_trainer,
 )
 from ignite_train.data.dealing import ElasticDealing
+from ignite_train.handlers import LearningRateSchedule
 from ignite_train.ranks import members, wrapping
 
 ELASTIC = UpdateOptions(reduction="elastic")
@@ -227,28 +228,102 @@ def test_an_update_that_is_made_again_leaves_no_trace(with_members: Callable[[Fe
         assert torch.equal(one["momentum_buffer"], other["momentum_buffer"])
 
 
+class Gives(FewMembers):
+    """Gives its state where it begins, or within an update that is taken back."""
+
+    def join(self, step: Callable[[], int], capture: Callable[[], Any], restore: Callable[[Any], None]) -> None:
+        super().join(step, capture, restore)
+        self.state = capture()
+
+    def renew(self, step: Callable[[], int]) -> None:
+        super().renew(step)
+        self.state = self.capture()
+
+
+class Takes(FewMembers):
+    """Takes this state over."""
+
+    def __init__(self, state: torch.Tensor) -> None:
+        super().__init__()
+        self.state = state
+
+    def join(self, step: Callable[[], int], capture: Callable[[], Any], restore: Callable[[Any], None]) -> None:
+        super().join(step, capture, restore)
+        restore(self.state)
+        self.taken_at = step()
+
+
 def test_a_state_that_is_handed_over_continues_bitwise(with_members: Callable[[FewMembers], None]) -> None:
     """Taken in the middle of an epoch, within an update that is taken back, and restored into another trainer as it starts."""
-
-    class Gives(FewMembers):
-        def renew(self, step: Callable[[], int]) -> None:
-            super().renew(step)
-            self.state = self.capture()
-
-    class Takes(FewMembers):
-        def join(self, step: Callable[[], int], capture: Callable[[], Any], restore: Callable[[Any], None]) -> None:
-            super().join(step, capture, restore)
-            restore(gives.state)
-            assert step() == 4
-
     gives = Gives({4: 1})
     whole, _ = trained(gives, with_members)
-    taken, fired = trained(Takes(), with_members)
+    takes = Takes(gives.state)
+    taken, fired = trained(takes, with_members)
 
+    assert takes.taken_at == 4
     assert fired[0] == "ITERATION_STARTED 5"
     assert taken.state_dict() == whole.state_dict()
     for one, other in zip(taken.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+class Counts:
+    """Counts its calls, and draws a random number in each."""
+
+    def __init__(self, saved_as: str) -> None:
+        self.saved_as, self.number = saved_as, 0
+
+    def __call__(self) -> None:
+        self.number += 1
+        torch.rand(())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("given", [0, 3, 6, 8], ids=lambda given: f"in update {given + 1}")
+def test_handlers_of_the_update_that_a_replica_joins_in_are_not_ahead(
+    with_members: Callable[[FewMembers], None], caplog: pytest.LogCaptureFixture, given: int
+) -> None:
+    """What fires before an update has fired where the state comes from, and fires here: it was counted twice."""
+    events = (Events.STARTED, Events.EPOCH_STARTED, Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED)
+    every = (*events, Events.ITERATION_STARTED, Events.ITERATION_COMPLETED)
+
+    def trained(few: FewMembers) -> tuple[Any, ...]:
+        with_members(few)
+        trainer, counts, rates = make(), [Counts(event.name) for event in every], dict[int, tuple[float, ...]]()
+        optimizer, late = trainer.optimizers["optimizer"], trainer.model.get_parameter("2.bias")
+        del optimizer.param_groups[0]["params"][-1]
+        for event, count in zip(every, counts, strict=True):
+            trainer.add_event_handler(event, count)
+
+        @trainer.on(Events.EPOCH_STARTED(once=2))  # type: ignore[untyped-decorator]
+        def grow() -> None:
+            optimizer.add_param_group({"params": [late], "initial_lr": 0.1})
+
+        @trainer.on(Events.ITERATION_COMPLETED)  # type: ignore[untyped-decorator]
+        def note() -> None:
+            rates[trainer.state.iteration] = trainer.state.update_output.learning_rates
+
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        LearningRateSchedule(schedule).attach(trainer, Events.EPOCH_STARTED)
+        trainer.run(loader(), max_epochs=3)
+        return trainer.state_dict(), [one.number for one in counts], rates, torch.get_rng_state(), [*trainer.model.parameters()]
+
+    gives = Gives({given: 1})
+    state, counts, rates, drawn, parameters = trained(gives)
+    taken = trained(Takes(gives.state))
+
+    assert counts == [1, 3, 18, 18, 18, 18]
+    assert taken[:2] == (state, counts)
+    assert taken[2] == {update: rate for update, rate in rates.items() if update > given}
+    assert torch.equal(taken[3], drawn)
+    assert all(map(torch.equal, taken[4], parameters))
+    assert "something else steps it" not in caplog.text
 
 
 # --- dealing ---
