@@ -82,6 +82,8 @@ class Handover:
         in_epoch = trainer.state_dict()["epoch_iteration"] > 0
         if trainer.checkpoint is not None:
             trainer.checkpoint.forget_resumed()
+        if begun == 0:  # STARTED is still to come on both, and does the same
+            return
 
         def put_back() -> None:
             for handle in handles:

@@ -326,6 +326,25 @@ def test_handlers_of_the_update_that_a_replica_joins_in_are_not_ahead(
     assert "something else steps it" not in caplog.text
 
 
+def test_replicas_that_begin_together_do_the_same_in_started(with_members: Callable[[FewMembers], None]) -> None:
+    """What a handler there sets was undone in all replicas but the first, which trained on other weights."""
+
+    def trained(few: FewMembers) -> tuple[Any, int, list[torch.Tensor]]:
+        with_members(few)
+        trainer, count = make(), Counts("count")
+        trainer.add_event_handler(Events.STARTED, count)
+        trainer.add_event_handler(Events.STARTED, lambda: torch.nn.init.ones_(trainer.model.get_parameter("0.weight")))
+        trainer.run(loader(), max_epochs=1)
+        return trainer.state_dict(), count.number, [*trainer.model.parameters()]
+
+    gives = Gives()
+    state, number, parameters = trained(gives)
+    taken = trained(Takes(gives.state))
+
+    assert taken[:2] == (state, number) == (state, 1)
+    assert all(map(torch.equal, taken[2], parameters))
+
+
 # --- dealing ---
 
 
