@@ -96,6 +96,7 @@ class Members:
         rank, size: the number of this replica among the members, and how many they are.
         names: the names of all members, by rank.
         num_changes: how often an update of this process was made again.
+        sends: the handlers whose numbers travel with each update, in words; set before a run begins.
         is_stopped: whether this process has come after the others were asked to stop, and have made their last update.
     """
 
@@ -106,6 +107,7 @@ class Members:
         self._lighthouse = lighthouse
         self.rank, self.size, self.num_changes, self.is_stopped = 0, 1, 0, False
         self.names: tuple[str, ...] = ("",)
+        self.sends = ""
         self._hang = timedelta(seconds=_seconds(_HANG, "60"))
         self._patience = _seconds(_PATIENCE, "600")
         self._waits_since: float | None = None  # for an answer that has not come
@@ -324,7 +326,8 @@ class Members:
         if not collectives.is_main_rank():
             return None
         own = {"key": self._key, "history": self._history, "is_new": self._is_new}
-        own |= {"ended_runs": Members._ended_runs, "stops": self._stops, "num_ranks": collectives.world_size()}
+        own |= {"ended_runs": Members._ended_runs, "stops": self._stops}
+        own |= {"num_ranks": collectives.world_size(), "sends": self.sends}
         try:
             answer = self._client.quorum(
                 replica_id=self._identity,
@@ -391,7 +394,7 @@ class Members:
         Raises:
             FellBehindError: this replica has missed an update, or made one otherwise.
             NoQuorumError: the run has ended.
-            ValueError: this replica has another number of ranks.
+            ValueError: this replica has another number of ranks, or other handlers whose numbers travel.
             MembersChangedError: another replica ends for one of these reasons.
         """
         have_not_run = all(one.data["is_new"] and not one.data["ended_runs"] for one in participants)
@@ -405,15 +408,12 @@ class Members:
                 f"this replica has counted {mine.step} updates, and the others have continued {how} to update {newest.step}; "
                 "start it again, and it joins them"
             )
-        strange = [one for one in participants if one.data["num_ranks"] != newest.data["num_ranks"]]
+        strange = [one for one in participants if _unlike(one, newest)]
         if mine in strange:
             self.leave()
-            raise ValueError(
-                f"each replica must have as many ranks as the others, {newest.data['num_ranks']}, got "
-                f"{mine.data['num_ranks']}; start all of them with the same number"
-            )
+            raise ValueError(_unlike(mine, newest))
         if behind or strange:  # they end; to form a group with them would wait for them
-            raise MembersChangedError("a replica has another history, or is of another size, and ends")
+            raise MembersChangedError("a replica has another history, size or handlers, and ends")
 
     def _send_state(self, arrivals: Sequence[int]) -> None:
         if not arrivals:
@@ -596,6 +596,22 @@ def _newest(participants: Sequence[_Participant]) -> int:
     votes = Counter(_place(one) for one in furthest)
     best = max(furthest, key=lambda one: votes[_place(one)])  # the first of them, as they are sorted
     return participants.index(best)
+
+
+def _unlike(one: _Participant, newest: _Participant) -> str:
+    """What a replica has otherwise than the newest, so that the two could not sum their numbers; empty if nothing."""
+    if one.data["num_ranks"] != newest.data["num_ranks"]:
+        return (
+            f"each replica must have as many ranks as the others, {newest.data['num_ranks']}, got {one.data['num_ranks']}; "
+            "start all of them with the same number"
+        )
+    if one.data["sends"] != newest.data["sends"]:
+        return (
+            "handlers that send numbers with each update must be the same on all replicas, "
+            f"{newest.data['sends'] or 'none'}, got {one.data['sends'] or 'none'}; attach them on all replicas or on none "
+            "(Cadence is that of Checkpoint with every_seconds)"
+        )
+    return ""
 
 
 def _warn_of_lost_updates(mine: _Participant, newest: _Participant) -> None:

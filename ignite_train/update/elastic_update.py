@@ -53,6 +53,7 @@ class ElasticUpdate(Update):
             self._has_no_quorum = False
             trainer.on_exit[:] = [*(one for one in trainer.on_exit if one is not save_last), save_last]  # after all others
             _refuse_own_groups(trainer)
+            members.sends = ", ".join(type(one).__name__ for one in trainer.piggybacks)
             members.join(lambda: trainer.updates_done, capture, restore)
             self.gather.statistics.forget_names()
             self._note(trainer)

@@ -55,6 +55,8 @@ from ignite_train.handlers import (
 from ignite_train.ranks import members
 
 __all__ = ["with_members"]  # a fixture
+ALIKE = {"num_ranks": 1, "sends": ""}
+"""What replicas tell one another that must be the same."""
 
 
 def outer(trainer: Any) -> None:
@@ -315,7 +317,7 @@ def test_a_replica_whose_learning_rate_is_another_one_ends() -> None:
     replicas = [members.Members("http://127.0.0.1:1") for _ in range(3)]
     for one, rate in zip(replicas, (0.05, 0.1, 0.1), strict=True):
         one.commit(1, (rate,))
-    told = {"is_new": False, "ended_runs": 0, "num_ranks": 1}
+    told = {"is_new": False, "ended_runs": 0, **ALIKE}
     named = [members._Participant(str(number), "", 1, {**told, "history": one._history}) for number, one in enumerate(replicas)]
     newest = members._newest(named)
 
@@ -327,6 +329,24 @@ def test_a_replica_whose_learning_rate_is_another_one_ends() -> None:
         replicas[1]._check_places(named, named[1], named[newest])
 
 
+def test_a_replica_that_sends_other_numbers_ends(with_members: Callable[[FewMembers], None], tmp_path: Path) -> None:
+    """Vectors of two lengths were added up, which aborted another replica in C++ without a line, again and again."""
+    few, told = FewMembers(), {"is_new": False, "ended_runs": 0, "history": "", **ALIKE}
+    with_members(few)
+    trainer = make()
+    Checkpoint(tmp_path, every_seconds=60).attach(trainer)
+    trainer.run(loader(), max_epochs=1)
+    with_checkpoint = told | {"sends": few.sends}
+    for alone, other, line in ((told, with_checkpoint, "none, got Cadence"), (with_checkpoint, told, "Cadence, got none")):
+        named = [members._Participant("0", "", 1, alone), members._Participant("1", "", 1, other | {"is_new": True})]
+        one = members.Members("http://127.0.0.1:1")
+        with pytest.raises(MembersChangedError):  # it goes on without the other one
+            one._check_places(named, named[0], named[0])
+        with pytest.raises(ValueError, match=rf"^handlers that send .* the same on all replicas, {line}; ") as refusal:
+            one._check_places(named, named[1], named[0])
+        assert "\n" not in str(refusal.value)
+
+
 def test_a_group_that_is_never_formed_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a member that was suspended while the others connected to it: torch would wait for ever."""
     process_group = pytest.importorskip("torchft.process_group", reason="elastic replicas need the extra ignite_train[elastic]")
@@ -334,7 +354,7 @@ def test_a_group_that_is_never_formed_is_given_up(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(process_group.ProcessGroupGloo, "configure", lambda *_: wait.wait(60))
     monkeypatch.setattr(members, "_REBUILD_AT_MOST", 0.05)
     monkeypatch.setenv("IGNITE_TRAIN_PATIENCE_SECONDS", "0.2")
-    data = {"is_new": True, "ended_runs": 0, "nonce": "", "key": "", "history": "", "stops": False, "num_ranks": 1}
+    data = {"is_new": True, "ended_runs": 0, "nonce": "", "key": "", "history": "", "stops": False, **ALIKE}
     only = SimpleNamespace(replica_id="", data=data, step=0, store_address="127.0.0.1:1")
 
     monkeypatch.setattr(members.Members, "_ask", lambda *_: [only])
@@ -448,7 +468,7 @@ def test_a_replica_that_joins_another_run_of_the_script_says_so(
     process_group = pytest.importorskip("torchft.process_group", reason="elastic replicas need the extra ignite_train[elastic]")
     monkeypatch.setattr(process_group.ProcessGroupGloo, "configure", lambda *_: None)
     monkeypatch.setattr(members.Members, "_receive_state", lambda *_: None)
-    data = {"is_new": False, "ended_runs": 1, "nonce": "", "key": "", "history": "", "stops": False, "num_ranks": 1}
+    data = {"is_new": False, "ended_runs": 1, "nonce": "", "key": "", "history": "", "stops": False, **ALIKE}
     running = members._Participant("0:some", "127.0.0.1:1", 15, data)
     mine = members._Participant("1:other", "127.0.0.1:1", 0, data | {"is_new": True, "ended_runs": own})
     one = members.Members("http://127.0.0.1:1")

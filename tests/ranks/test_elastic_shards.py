@@ -89,7 +89,7 @@ def test_all_ranks_of_a_replica_go_by_the_answer_to_the_first() -> None:
 def join_others_of_one_rank() -> str:
     one = members.Members(NOWHERE)
     one._identity = "second"
-    data = {"is_new": False, "ended_runs": 0, "key": "", "history": "", "stops": False, "num_ranks": 1}
+    data = {"is_new": False, "ended_runs": 0, "key": "", "history": "", "stops": False, "num_ranks": 1, "sends": ""}
     others = members._Participant("first", NOWHERE, 3, data)
     own = members._Participant("second", NOWHERE, 0, data | {"is_new": True, "num_ranks": 2})
     one.leave = lambda: None  # type: ignore[method-assign]  # it has no lighthouse
