@@ -236,7 +236,7 @@ def of_bytes(model: nn.Module, x: np.ndarray[Any, Any]) -> ForwardOutput:
 
 @pytest.mark.parametrize("evaluates", [False, True], ids=["training", "evaluation"])
 def test_ctrl_c_in_the_middle_of_a_message_of_kept_workers(evaluates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next run waited for ever, or took the rest of the message for the next one: `UnpicklingError`."""
+    """The next run waited forever, or took the rest of the message for the next one: `UnpicklingError`."""
     outcomes, read = [], Connection._recv  # type: ignore[attr-defined]
     for presses in (False, True):
         sizes: list[int] = []
