@@ -70,7 +70,10 @@ class Settings:
     labels: Annotated[int, Option(min=1, help="Labelled images of each class for the classifiers at the end.")] = 10
     save_every: Annotated[int, Option(min=1, help="Updates between two checkpoints.")] = 50
     seed: Annotated[int, Option(min=0, help="Seed of the initial weights, the order of the images, and crops.")] = 0
-    log_dir: Annotated[Path, Option(help="Folder of the checkpoints; a run resumes from them.")] = Path("runs/self_supervised")
+    log_dir: Annotated[
+        Path | None,
+        Option(help="Folder of the checkpoints, from which a run resumes; by default one for each method, in runs."),
+    ] = None
 
 
 class Views(NamedTuple):
@@ -289,7 +292,8 @@ def watch(run: Run, settings: Settings) -> None:
         PrototypesInUse(run.timer).attach(run.trainer)
     TrainingMetrics().attach(run.trainer, Events.EPOCH_COMPLETED)
     ProgressLog().attach(run.trainer, Events.EPOCH_COMPLETED(every=5))
-    Checkpoint(settings.log_dir, every=settings.save_every, config=asdict(settings)).attach(run.trainer)
+    folder = settings.log_dir or Path("runs") / f"self_supervised_{settings.method}"
+    Checkpoint(folder, every=settings.save_every, config=asdict(settings)).attach(run.trainer)
     StopOnSignal([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]).attach(run.trainer)  # SIGINT: of a parent that ends
 
 

@@ -18,6 +18,7 @@ import argparse
 import pickle
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -27,7 +28,7 @@ from ignite_train.arguments import path_on_command_line
 from ignite_train.checkpoint.directory import CheckpointDirectory
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.read_checkpoint import Found, best_of, find, is_removed, use_chosen
-from ignite_train.errors import CheckpointError, DamagedCheckpointError
+from ignite_train.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
 from ignite_train.tools.consolidate import consolidate
 from ignite_train.tools.inspection import chosen_checkpoint, is_distributed_checkpoint, verify
 from ignite_train.tools.write_weights import MAX_SHARD_BYTES, Format, index_of
@@ -70,14 +71,15 @@ def checkpoint_command(arguments: list[str] | None = None) -> int:
 
 def _list(directory: Path, *, thoroughly: bool) -> int:
     status, found = 0, find(directory)
-    marked = _known_best(found)
-    for entry in found:
-        damage = _damage_of(entry) if thoroughly and not entry.error else entry.damage
+    is_alone = bool(found) and found[0].path == directory  # others, of which nothing is known here, may lie beside it
+    marked = None if is_alone else _known_best(found)
+    for number, one in enumerate(found, start=1):
+        entry = _verified(one) if thoroughly and not one.error else one
         if is_removed(entry.path):  # by its run
             print(f"{entry.path.absolute().name}  removed meanwhile")  # noqa: T201
             continue
-        status |= bool(damage or entry.unreadable)
-        notes = [f"damaged: {damage}" if damage else "whole" if thoroughly else ""]
+        status |= entry.error is not None
+        notes = [f"damaged: {entry.damage}" if entry.damage else "whole" if thoroughly else ""]
         if entry.unreadable:
             notes = [f"cannot be read: {entry.unreadable}"]
         if entry.manifest is not None:
@@ -89,7 +91,7 @@ def _list(directory: Path, *, thoroughly: bool) -> int:
             ]
             notes += [] if manifest.score is None else [f"score {manifest.score:g}"]
         notes += ["best"] if marked is not None and entry.path == marked.path else []
-        notes += ["latest"] if entry is found[-1] and not (damage or entry.unreadable) else []
+        notes += ["latest"] if number == len(found) and not (is_alone or entry.error) else []
         print(f"{entry.path.absolute().name}  {', '.join(note for note in notes if note)}")  # noqa: T201
     for name in CheckpointDirectory(directory, Disk()).set_aside_before():
         print(f"{name}  damaged, and renamed by an earlier start")  # noqa: T201
@@ -102,13 +104,13 @@ def _list(directory: Path, *, thoroughly: bool) -> int:
     return status
 
 
-def _damage_of(found: Found) -> str:
-    """The damage of a checkpoint, every byte of which is read; empty if it is whole."""
+def _verified(found: Found) -> Found:
+    """A checkpoint, every byte of which is read, with what is wrong with it."""
     try:
         verify(found.path)
-    except DamagedCheckpointError as error:
-        return error.reason
-    return ""
+    except (DamagedCheckpointError, UnreadableCheckpointError) as error:
+        return replace(found, error=error)
+    return found
 
 
 def _known_best(checkpoints: Sequence[Found]) -> Found | None:

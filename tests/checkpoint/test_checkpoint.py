@@ -1517,6 +1517,8 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert main(["verify", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("whole") == len(lines)
     newest = tmp_path / lines[-1].split()[0]
+    assert main(["list", str(newest)]) == 0  # alone it is not compared with others
+    assert [lines[-1]] == [f"{line}, latest" for line in capsys.readouterr().out.splitlines()]
     file = newest / "rank-00000.safetensors"
     data = bytearray(file.read_bytes())
     header, numbers = taken_apart(data)

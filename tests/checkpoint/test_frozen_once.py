@@ -23,6 +23,7 @@ from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.errors import UnreadableCheckpointError
 from ignite_train.handlers import Checkpoint
 from ignite_train.ranks import collectives
+from ignite_train.tools.checkpoint_command import checkpoint_command
 from processes import DEADLINE_SECONDS, Processes, forked
 from ranks import run_ranks
 from small_checkpoints import names
@@ -92,6 +93,19 @@ def test_they_are_written_once_and_resume_bitwise(tmp_path: Path) -> None:
     whole[0].run(LOADER, max_iters=6)
     assert bits(again.model) == bits(whole[0].model)
     assert frozen_files(tmp_path / "a") == [file]
+
+
+def test_the_command_goes_through_all_where_their_file_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As where one checkpoint was copied without it: each has its line, with the reason, and the next ones are verified too."""
+    build(tmp_path)[0].run(LOADER, max_iters=4)
+    for name in frozen_files(tmp_path):
+        (tmp_path / name).unlink()
+    found = checkpoints(tmp_path)
+    assert checkpoint_command(["verify", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" ")[0] for line in lines] == [path.name for path in found]
+    assert len(lines) == 2
+    assert all("cannot be read: " in line and "frozen-" in line and "latest" not in line for line in lines)
 
 
 def test_what_has_not_changed_is_neither_copied_nor_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
