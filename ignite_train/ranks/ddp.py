@@ -46,14 +46,14 @@ class DDPCrossing(Crossing):
     Buffers of rank 0 go to all ranks before the first forward, once; see `FirstBuffers`.
 
     Args:
-        model: `ddp`, or what holds it.
+        module: the model without `ddp`, unless it holds `ddp`.
         ddp: the wrapped model.
     """
 
     may_drop_micro_batches = False
 
-    def __init__(self, model: nn.Module, ddp: DistributedDataParallel) -> None:
-        super().__init__(ddp.module if model is ddp else model)
+    def __init__(self, module: nn.Module, ddp: DistributedDataParallel) -> None:
+        super().__init__(module)
         self._ddp = ddp
         self.averaged_over = torch.distributed.get_world_size(ddp.process_group)
         self._frozen = {id(one): one for one in _frozen_when_wrapped(ddp)}

@@ -141,14 +141,14 @@ class SmallReplicasCrossing(ReplicasCrossing):
     collective of their own, which on so small a network costs as much again. Buffers go as in any other DDP.
 
     Args:
-        model: `ddp`, or what holds it.
+        module: the model without `ddp`, unless it holds `ddp`.
         ddp: the wrapped model; see `fits`.
     """
 
     may_drop_micro_batches = False  # as in any other DDP: what is allowed is not to depend on the size
 
-    def __init__(self, model: nn.Module, ddp: DistributedDataParallel) -> None:
-        super().__init__(ddp.module if model is ddp else model, synchronise=False)  # DDP has done so
+    def __init__(self, module: nn.Module, ddp: DistributedDataParallel) -> None:
+        super().__init__(module, synchronise=False)  # DDP has done so
         self._ddp, self._first_buffers = ddp, FirstBuffers(ddp)
         logging.getLogger("ignite_train").info(
             "the gradients are so small that they cross the ranks with the statistics, in one collective, and not by the hooks "

@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ignite_train.arguments import one_of
 from ignite_train.internals.of_distributed import ReplicatedByHooks, reduced_late
+from ignite_train.internals.of_torch import WRAPPED
 from ignite_train.model.memory_layout import gradient_dtype
 from ignite_train.model.reshard import is_sharded
 from ignite_train.ranks import collectives
@@ -235,13 +236,17 @@ def _hooked(model: nn.Module, ddp: DistributedDataParallel, name: ReductionName)
         raise ValueError(
             f"model must have all trainable parameters inside DistributedDataParallel, got {stray[0]!r} outside; {remedy}"
         )
-    crossing = DDPCrossing(model, ddp)
+    outermost = model
+    while [*dict(outermost.named_children())] in [[name] for name in WRAPPED]:  # compiled, say
+        (outermost,) = outermost.children()
+    module = ddp.module if outermost is ddp else model
+    crossing = DDPCrossing(module, ddp)
     if crossing.averaged_over != collectives.world_size():
         raise ValueError(
             f"model must be reduced over all {collectives.world_size()} ranks, got a process_group of {crossing.averaged_over}"
         )
     if name == "auto" and crossing.averaged_over > 1 and SmallReplicasCrossing.fits(ddp):
-        return SmallReplicasCrossing(model, ddp)
+        return SmallReplicasCrossing(module, ddp)
     _refuse_wide_gradients(ddp, "pass the module inside with options=UpdateOptions(reduction='explicit')")
     return crossing
 

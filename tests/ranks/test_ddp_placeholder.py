@@ -27,7 +27,7 @@ def alone(tmp_path: Any) -> Iterator[None]:
 
 def run_placeholder(ddp: DistributedDataParallel) -> None:
     """Forward and backward of a rank without data."""
-    DDPCrossing(ddp, ddp).take_part(lambda _: torch.ones(()), torch.autograd.backward)
+    DDPCrossing(ddp.module, ddp).take_part(lambda _: torch.ones(()), torch.autograd.backward)
 
 
 @pytest.mark.usefixtures("alone")

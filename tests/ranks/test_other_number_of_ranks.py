@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_train import ForwardOutput, Trainer, UpdateOptions, create_evaluator, create_trainer
+from ignite_train import ForwardOutput, ResumableLoader, Trainer, UpdateOptions, create_evaluator, create_trainer
+from ignite_train.checkpoint import read_checkpoint
 from ignite_train.handlers import Checkpoint
 from ranks import run_ranks
 
@@ -132,3 +133,26 @@ def test_an_evaluator_counts_the_ranks_where_it_runs(tmp_path: Path) -> None:
     with torch.no_grad():
         mean = float((linear()(torch.cat(DATA)) - 1).square().mean())
     assert run_ranks(_evaluated_before_and_after, str(tmp_path / "store")) == [pytest.approx([mean] * 2, rel=1e-12)] * 2
+
+
+def _compiled(directory: str, order: str) -> list[str]:
+    """Trains compiled replicas, and gives the names of their checkpoint's weights."""
+    ways = [torch.compile, DistributedDataParallel]
+    model: Any = nn.Sequential(linear(), nn.Linear(1, 1, dtype=torch.float64))
+    for way in ways if order == "inside" else reversed(ways):
+        model = way(model, backend="eager") if way is torch.compile else way(model)
+    trainer = make(model=model)
+    Checkpoint(directory).attach(trainer)
+    trainer.run(ResumableLoader(torch.cat(DATA), batch_size=4, shuffle=False), max_epochs=1)
+    return [*read_checkpoint(directory).shapes]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["inside", "outside"])
+def test_compiled_replicas_resume_as_one_bare_model(tmp_path: Path, order: str) -> None:
+    """Whether the model was compiled before it was wrapped or after: the names are those of the model itself."""
+    model = nn.Sequential(linear(), nn.Linear(1, 1, dtype=torch.float64))
+    assert run_ranks(_compiled, str(tmp_path), order) == [[*model.state_dict()]] * 2
+    trainer = make(model=model)
+    Checkpoint(tmp_path).attach(trainer)
+    assert trainer.run(ResumableLoader(torch.cat(DATA), batch_size=4, shuffle=False), max_epochs=2).epoch == 2

@@ -38,7 +38,7 @@ def make() -> DistributedDataParallel:
 
 
 def train(ddp: DistributedDataParallel) -> None:
-    with SmallReplicasCrossing(ddp, ddp).context(last=True):
+    with SmallReplicasCrossing(ddp.module, ddp).context(last=True):
         ddp(input=X).sum().backward()
 
 
@@ -71,7 +71,7 @@ def test_a_rank_without_data_does_as_the_others(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(collectives, "world_size", lambda: 1)
     ddp = make()
     ddp(X)
-    assert SmallReplicasCrossing(ddp, ddp).num_placeholders([], 1) == 0
+    assert SmallReplicasCrossing(ddp.module, ddp).num_placeholders([], 1) == 0
     with count_traffic("cpu") as traffic:
         ddp.module(X).sum().backward()
     assert traffic.collectives == []
