@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 from ignite_train.arguments import describe, whole_number
 from ignite_train.data.dealing import DealtSampler
 from ignite_train.data.epoch_order import Order, epoch_order
+from ignite_train.model.random_state import objects_within
 
-__all__ = ["HasEpoch", "ShardedSampler", "refuse_other_length", "samplers_of", "set_epoch"]
+__all__ = ["HasEpoch", "ShardedSampler", "inner_loaders", "refuse_other_length", "samplers_of", "set_epoch"]
 
 _FIRST_CHUNK, _LAST_CHUNK = 2**10, 2**15  # indices that are computed at once, at the start of an epoch and later
 
@@ -35,13 +36,27 @@ class _HasSampler(Protocol):
 
 
 def set_epoch(loader: Iterable[Any], epoch: int) -> None:
-    """Tells `loader`, its samplers and its dataset which epoch (0-based) the next pass is, as far as they want to know."""
-    owners: list[Any] = [loader]
-    if isinstance(loader, DataLoader):
-        owners += [*samplers_of(loader), loader.dataset]
-    for owner in owners:
-        if isinstance(owner, HasEpoch):
-            owner.set_epoch(epoch)
+    """Tells `loader`, its samplers and its dataset which epoch (0-based) the next pass is, as far as they want to know.
+
+    Where a loader of the user's own knows no epochs, those that it reads from are told.
+    """
+    for one in inner_loaders(loader, DataLoader | HasEpoch) or [loader]:
+        for owner in (one, *samplers_of(one), *([one.dataset] if isinstance(one, DataLoader) else [])):
+            if isinstance(owner, HasEpoch):
+                owner.set_epoch(epoch)
+
+
+def inner_loaders(loader: Iterable[Any], kinds: Any = DataLoader) -> list[Any]:
+    """The objects of these kinds that a loader of the user's own holds; only the loader itself if it is of these kinds.
+
+    They are looked for in its attributes, and in short containers and other loaders there. An iterator has begun its pass, so
+    none are looked for.
+    """
+
+    def is_no_loader(_owner: Any, _name: Any, value: Any) -> bool:
+        return not issubclass(type(value), (Iterable, HasEpoch))
+
+    return [] if isinstance(loader, Iterator) else [*objects_within(loader, is_no_loader, kinds=kinds).values()]
 
 
 def samplers_of(loader: Iterable[Any]) -> Iterator[Any]:

@@ -10,6 +10,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import compress
 from operator import attrgetter, not_
 from types import FunctionType, MethodType, ModuleType
@@ -33,6 +34,7 @@ __all__ = [
     "generators_within",
     "get_generator_state",
     "kept_random_state",
+    "objects_within",
     "restore_random_state",
     "seed_new_rank",
     "seed_of",
@@ -257,17 +259,17 @@ def seed_random_state(*key: int | str) -> int:
     return seed
 
 
-def generators_within(owner: Any, without: Callable[[Any, Any, Any], bool] | None = None) -> dict[str, Generator]:
-    """The generators that `owner`, a loader say, and the objects in its attributes hold, by the names that lead there.
+def objects_within(owner: Any, without: Callable[[Any, Any, Any], bool] | None = None, *, kinds: Any) -> dict[str, Any]:
+    """The objects of these kinds that `owner`, a loader say, and what is in its attributes hold, by the names that lead there.
 
-    The generators of the process are left out. So are those in closures, in large containers and in a pass that is under way,
-    and those within the attributes for which `without(object, name, value)` is true.
+    The generators of the process are left out. So is what is in closures, in large containers, in a pass that is under way, in
+    another object of these kinds, and in the attributes for which `without(object, name, value)` is true.
     """
-    found: dict[str, Generator] = {}
+    found: dict[str, Any] = {}
     queue: list[tuple[tuple[Any, ...], Any]] = [((), owner)]
     seen = {id(torch.default_generator), id(PYTHON), id(NUMPY), id(owner)}
     for path, value in queue:  # grows
-        if isinstance(value, Generator):
+        if issubclass(type(value), kinds):  # of the class, since an object may give attributes that it does not have
             found[".".join(map(str, path))] = value
             continue
         for name, entry in _attributes(value).items():
@@ -277,6 +279,10 @@ def generators_within(owner: Any, without: Callable[[Any, Any, Any], bool] | Non
                 seen.add(id(entry))
                 queue.append(((*path, name), entry))
     return found
+
+
+generators_within: Callable[..., dict[str, Generator]] = partial(objects_within, kinds=Generator)
+"""Those of the kind `Generator`."""
 
 
 def get_generator_state(generator: Generator) -> Any:
@@ -344,8 +350,9 @@ def _attributes(value: Any) -> Mapping[Any, Any]:
         return dict(value if type(value) is dict else enumerate(value))
     try:
         return {name: entry for name, entry in vars(value).items() if name != ITERATOR}
-    except TypeError:
-        return {}
+    except TypeError:  # it has slots, or nothing
+        state = object.__getstate__(value)
+        return state[1] if isinstance(state, tuple) else {}
 
 
 def _check_numpy_state(state: Mapping[str, Any]) -> None:

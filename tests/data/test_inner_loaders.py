@@ -1,0 +1,178 @@
+"""A loader of the user's own that reads from loaders of torch or of this library, as one that fetches ahead does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from ignite_train import ForwardOutput, ResumableLoader, ShardedSampler, create_trainer
+from ignite_train.data.samplers import inner_loaders, set_epoch
+
+
+class Around:
+    """Gives what another loader gives. Other attributes are those that the test names."""
+
+    def __init__(self, inner: Any, **others: Any) -> None:
+        self.inner = inner
+        vars(self).update(others)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.inner
+
+
+class Delegating(Around):
+    """Has the attributes of what it reads from."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["inner"], name)
+
+
+class Several(Around):
+    """Reads from several, one after another."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._all()))
+
+    def __iter__(self) -> Iterator[Any]:
+        for one in self._all():
+            yield from one
+
+    def _all(self) -> Any:
+        return self.inner.values() if isinstance(self.inner, dict) else self.inner
+
+
+@dataclass(slots=True)
+class WithSlots:
+    """Has no dictionary of attributes."""
+
+    inner: Any
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.inner
+
+
+class Returning(Around):
+    """Is its own iterator."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.opened = iter(self.inner)
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.opened)
+
+
+class Settings(dict[str, Any]):
+    """Entries as attributes; asking for another one is an error of another kind."""
+
+    __getattr__ = dict.__getitem__
+
+
+AROUND: dict[str, Callable[[Any], Any]] = {
+    "attribute": Around,
+    "delegating": Delegating,
+    "list": lambda inner: Several([inner]),
+    "tuple": lambda inner: Several((inner,)),
+    "dict": lambda inner: Several({"labelled": inner}),
+    "twice": lambda inner: Around(Around(inner)),
+    "around-slots": lambda inner: Around(WithSlots(inner)),
+    "slots": WithSlots,
+    "around-its-own-iterator": lambda inner: Around(Returning(inner)),
+    "beside-settings": lambda inner: Around(inner, settings=Settings(a=Settings()), many=[{}] * 10_000),
+}
+DATA = torch.arange(6.0)[:, None]
+INNER: dict[str, Callable[[], Any]] = {
+    "ResumableLoader": lambda: ResumableLoader(DATA, 3, shuffle=True, seed=1),
+    "ShardedSampler": lambda: DataLoader(DATA, 3, sampler=ShardedSampler(DATA, shuffle=True, seed=1)),  # type: ignore[arg-type]
+    "DistributedSampler": lambda: DataLoader(DATA, 3, sampler=DistributedSampler(DATA, 1, 0)),  # type: ignore[arg-type,var-annotated]
+}
+
+
+def trained(loader: Any, **limits: int) -> list[float]:
+    """The samples of the updates of a run, in their order."""
+    seen: list[float] = []
+    model = nn.Linear(1, 1)
+
+    def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+        seen.extend(x.flatten().tolist())
+        return ForwardOutput(model(x).square().sum(), len(x))
+
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-3), forward)
+    if isinstance(loader, Around):
+        vars(loader).update(trainer=trainer, model=model)  # which refers to the loader in turn
+    trainer.run(loader, **limits)
+    return seen
+
+
+@pytest.mark.parametrize("limits", [{"max_epochs": 3}, {"max_iters": 6, "epoch_length": 3}], ids=["epochs", "epoch-length"])
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("around", AROUND)
+def test_what_a_loader_reads_from_is_told_the_epoch(around: str, inner: str, limits: dict[str, int]) -> None:
+    """As if it was the loader of the run: it has another order in each epoch."""
+    seen = trained(AROUND[around](INNER[inner]()), **limits)
+    assert seen == trained(INNER[inner](), **limits)
+    assert seen[:6] != seen[6:12]
+
+
+class Reversing(Around):
+    """Tells what it reads from an epoch of its own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epochs = [*vars(self).get("epochs", ()), 7 - len(vars(self).get("epochs", ()))]
+        self.inner.set_epoch(self.epochs[-1])
+        return iter(self.inner)
+
+
+def test_a_loader_that_tells_epochs_itself_has_the_last_word() -> None:
+    loader, expected = INNER["ResumableLoader"](), list[float]()
+    for epoch in (7, 6):
+        loader.set_epoch(epoch)
+        expected += torch.cat([*loader]).flatten().tolist()
+    assert trained(Reversing(INNER["ResumableLoader"]()), max_epochs=2) == expected
+
+
+class Noting:
+    """Notes the epochs that it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told.append(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+class NotingModule(nn.Linear):
+    """A model with a schedule of its own."""
+
+    def set_epoch(self, epoch: int) -> None:
+        raise AssertionError(f"it was told the epoch {epoch}")
+
+
+def test_only_what_may_give_data_is_told_and_nothing_is_read() -> None:
+    """Each once. An object with `set_epoch` passes it on itself; an iterator has begun its pass."""
+    numbers, passes_on, outer = iter(range(3)), Noting(), Noting()
+    vars(outer).update(inner=passes_on)
+    model = NotingModule(1, 1)
+    loader = Around(outer, model=model, itself=[outer, model], numbers=numbers, own=(number for number in range(3)))
+    set_epoch(loader, 4)
+    assert (outer.told, passes_on.told, next(numbers), next(loader.own)) == ([4], [], 0, 0)  # type: ignore[attr-defined]
+    for data in ([[torch.ones(1)]], (1, 2), iter([3]), [{}] * 10_000, Returning(outer)):
+        set_epoch(data, 1)
+        assert inner_loaders(data) == []
+    assert outer.told == [4]
