@@ -16,7 +16,7 @@ from torch.utils.data import (
 
 from ignite_train.data.description import DRAWS_NOTHING, Pipeline, Seekable, length_of
 from ignite_train.data.resumable_loader import ResumableLoader
-from ignite_train.data.samplers import HasEpoch, samplers_of
+from ignite_train.data.samplers import HasEpoch, inner_loaders, samplers_of
 from ignite_train.engine.attachable import Stateful
 from ignite_train.model.random_state import generators_within
 from ignite_train.ranks import collectives
@@ -55,6 +55,7 @@ def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
                 f"the workers of the {kind} are persistent: what a dataset draws in them depends on earlier epochs and "
                 "differs after resuming; use a ResumableLoader, or persistent_workers=False"
             )
+        doubts += _doubts_of_inner(loader)
     if isinstance(loader, DataLoader) and loader.persistent_workers and isinstance(loader.dataset, HasEpoch):
         doubts.append(
             f"the workers of the {kind} are persistent: set_epoch of its dataset reaches them only if the dataset shares the "
@@ -79,6 +80,35 @@ def _doubts_of_samples(loader: Iterable[Any]) -> Iterator[str]:
             "draws from it differs after resuming, unless the sample seeds it; give the dataset a method seed_sample(seed) "
             "that seeds it for the sample that is fetched next"
         )
+
+
+def _doubts_of_inner(loader: Iterable[Any]) -> Iterator[str]:
+    """Of DataLoaders that are opened by a loader of the user's own, at a time that is not known."""
+    if isinstance(loader, DataLoader):
+        return
+    kind, inner = type(loader).__name__, inner_loaders(loader)
+    if any(one.persistent_workers and not isinstance(one, Seekable) for one in inner):
+        yield (
+            f"the {kind} opens a DataLoader with persistent workers, whose start draws a number more: resuming within an epoch "
+            "may miss some samples and repeat others; pass persistent_workers=False there, or use a ResumableLoader"
+        )
+    is_opened_late = len(inner) > 1 or (length_of(loader) or 0) > sum(length_of(one) or 0 for one in inner)
+    if is_opened_late and any(map(_draws_from_process, inner)):
+        yield (
+            f"the {kind} may open a DataLoader after forward has drawn: its order, or what its workers draw, then depends on "
+            "that, and resuming within an epoch may miss some samples and repeat others; give each DataLoader there a "
+            "generator= of its own, or use a ResumableLoader"
+        )
+
+
+def _draws_from_process(loader: DataLoader[Any]) -> bool:
+    """Whether the order of a loader, or the seeds of its workers, may come from the generators that forward draws from."""
+    if loader.num_workers and loader.generator is None:
+        return True
+    if isinstance(loader.dataset, IterableDataset):
+        return False
+    fixed: tuple[type, ...] = (HasEpoch, BatchSampler, *DRAWS_NOTHING)
+    return any(not isinstance(one, fixed) and not generators_within(one) for one in samplers_of(loader))
 
 
 def _note_of_state(loader: Iterable[Any]) -> str:

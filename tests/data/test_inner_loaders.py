@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from ignite_train import ForwardOutput, ResumableLoader, ShardedSampler, create_trainer
+from ignite_train.data.how_exact import how_exact
 from ignite_train.data.samplers import inner_loaders, set_epoch
+from ignite_train.handlers import Checkpoint
 
 
 class Around:
@@ -176,3 +179,89 @@ def test_only_what_may_give_data_is_told_and_nothing_is_read() -> None:
         set_epoch(data, 1)
         assert inner_loaders(data) == []
     assert outer.told == [4]
+
+
+# --- resuming within an epoch ----------------------------------------------------------------------------------------------
+
+
+class TwiceAround(Around):
+    """Reads from its loader twice in a pass."""
+
+    def __len__(self) -> int:
+        return 2 * len(self.inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(2):
+            yield from self.inner
+
+
+def shuffled(**options: Any) -> Any:
+    return DataLoader(DATA, 3, shuffle=True, **options)  # type: ignore[arg-type]
+
+
+def own() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+def resumable(**options: Any) -> Any:
+    return ResumableLoader(DATA, 3, shuffle=True, seed=1, **options)
+
+
+KEPT: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
+LATE = "after forward has drawn"
+DIFFERS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "kept": ("persistent", lambda: Around(shuffled(**KEPT))),
+    "kept-with-generator": ("persistent", lambda: Around(shuffled(**KEPT, generator=own()))),
+    "several": (LATE, lambda: Several([shuffled(), shuffled()])),
+    "several-samplers": (LATE, lambda: Several([DataLoader(DATA, 3, sampler=RandomSampler(DATA))] * 2)),  # type: ignore[arg-type]
+    "beside-another": (LATE, lambda: Several([resumable(), shuffled()])),
+    "again": (LATE, lambda: TwiceAround(shuffled())),
+}
+IS_EXACT: dict[str, Callable[[], Any]] = {
+    "plain": lambda: Around(shuffled()),
+    "workers": lambda: Around(shuffled(num_workers=1)),
+    "twice-around": lambda: Around(Around(shuffled())),
+    "several-with-generators": lambda: Several([shuffled(generator=own()), shuffled(generator=own())]),
+    "again-with-generator": lambda: TwiceAround(shuffled(generator=own())),
+    "several-in-order": lambda: Several([DataLoader(DATA, 3), DataLoader(DATA, 3, sampler=range(6))]),  # type: ignore[arg-type]
+    "several-told": lambda: Several([INNER["ShardedSampler"](), INNER["DistributedSampler"]()]),
+    "several-resumable": lambda: Several([resumable(), resumable(num_workers=1)]),
+    "kept-resumable": lambda: Around(resumable(**KEPT)),
+}
+
+
+def differs_after_resuming(make_loader: Callable[[], Any], directory: Path) -> bool:
+    """Whether a run that resumes within its second epoch trains on other samples than one that was not interrupted."""
+
+    def seen(directory: Path, *limits: int) -> list[float]:
+        found: list[float] = []
+        for limit in limits:
+            torch.manual_seed(2)
+            model, loader = nn.Linear(1, 1), make_loader()
+
+            def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+                found.extend(x.flatten().tolist())
+                return ForwardOutput((model(x) * torch.rand(())).square().sum(), len(x))
+
+            trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-3), forward)
+            Checkpoint(directory).attach(trainer)
+            trainer.run(loader, max_iters=limit)
+        return found
+
+    whole = make_loader()
+    updates = len(whole)
+    return seen(directory / "whole", 2 * updates) != seen(directory / "resumed", 2 * updates - 1, 2 * updates)
+
+
+@pytest.mark.parametrize("kind", DIFFERS)
+def test_a_loader_that_opens_others_at_another_moment_is_warned_about(kind: str, tmp_path: Path) -> None:
+    about, make_loader = DIFFERS[kind]
+    (doubt,) = how_exact(make_loader())[0]
+    assert about in doubt
+    assert differs_after_resuming(make_loader, tmp_path)
+
+
+@pytest.mark.parametrize("kind", IS_EXACT)
+def test_nothing_is_said_of_a_loader_that_resumes_with_the_same_samples(kind: str, tmp_path: Path) -> None:
+    assert how_exact(IS_EXACT[kind]())[0] == []
+    assert not differs_after_resuming(IS_EXACT[kind], tmp_path)
