@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
+from inspect import isgeneratorfunction
 from typing import Any
 
 from torch.utils.data import (
@@ -83,8 +84,8 @@ def _doubts_of_samples(loader: Iterable[Any]) -> Iterator[str]:
 
 
 def _doubts_of_inner(loader: Iterable[Any]) -> Iterator[str]:
-    """Of DataLoaders that are opened by a loader of the user's own, at a time that is not known."""
-    if isinstance(loader, DataLoader):
+    """Of DataLoaders that are opened by a loader or a generator of the user's own, at a time that is not known."""
+    if isinstance(loader, DataLoader) and not isgeneratorfunction(type(loader).__iter__):
         return
     kind, inner = type(loader).__name__, inner_loaders(loader)
     if any(one.persistent_workers and not isinstance(one, Seekable) for one in inner):

@@ -91,6 +91,7 @@ class DataPosition:
         self._own_after: Any = {}  # its own generators once the position is found
         self._generators_before: dict[str, Any] | None = None
         self._pass: object = None  # see `_pass_of`
+        self._pass_before: object = None  # the same, before this one was opened
         self.at_end = self.jumps = False
         self.reads_past = self.has_restored = False  # the latter: the loader's own state was put back within a pass
 
@@ -137,6 +138,7 @@ class DataPosition:
 
     def open(self) -> Iterator[Any]:
         """Begins the pass at the position that `find` has prepared; it gives nothing where nothing is left."""
+        self._pass_before = _pass_of(self._loader)
         if self.at_end:
             return iter(())
         with _without_restart(self._loader):
@@ -144,7 +146,8 @@ class DataPosition:
 
     def found(self) -> None:
         """Call it once the groups were read past: finding the position leaves the random generators unchanged."""
-        self._pass = _pass_of(self._loader)
+        now = _pass_of(self._loader)
+        self._pass = None if now is self._pass_before else now  # a generator opens its pass when it is read
         self.may_break = self._pass is not None
         if self._generators_before is not None:
             in_full(partial(restore_random_state, self._generators_before))
