@@ -11,12 +11,12 @@ import torch
 from ignite.engine import Events
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ignite_train.arguments import describe, one_of
 from ignite_train.data.description import length_of
-from ignite_train.data.samplers import samplers_of
+from ignite_train.data.samplers import cuts_batches, samplers_of
 from ignite_train.evaluation.evaluator import Evaluator, kept_state
 from ignite_train.internals.of_torch import ITERATOR, pytree
 from ignite_train.ranks import collectives
@@ -141,7 +141,7 @@ def _left_out(loader: Any) -> ValueError | None:
     if any((length_of(one.dataset) or 0) % one.num_replicas for one in dealt):
         return ValueError("loader must give all samples, got a DistributedSampler with drop_last=True; use ShardedSampler")
     batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
-    if not isinstance(batches, BatchSampler) or not batches.drop_last:
+    if not cuts_batches(batches) or not batches.drop_last:
         return None
     length = length_of(batches.sampler)
     surplus = None if length is None else length % batches.batch_size

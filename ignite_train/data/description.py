@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from ignite_train.data.dealing import Dealing
-from ignite_train.data.samplers import HasEpoch, ShardedSampler, samplers_of
+from ignite_train.data.samplers import HasEpoch, ShardedSampler, cuts_batches, samplers_of
 from ignite_train.model.random_state import generators_within
 
 __all__ = [
@@ -209,9 +209,9 @@ def _describe_batches(loader: DataLoader[Any]) -> dict[str, Any]:
         described["batch_sampler"] = type(batch_sampler).__name__
         if isinstance(batch_sampler, _Dealt):
             return described | batch_sampler.describe()
-        sampler = batch_sampler.sampler if isinstance(batch_sampler, BatchSampler) else None
-        if sampler is None:
+        if not cuts_batches(batch_sampler):
             return described
+        sampler = batch_sampler.sampler
         described |= {"batch_size": batch_sampler.batch_size, "drop_last": batch_sampler.drop_last}
     else:
         described["drop_last"] = loader.drop_last
@@ -225,13 +225,13 @@ def _describe_sampler(sampler: Any) -> dict[str, Any]:
     described: dict[str, Any] = {"sampler": type(sampler).__name__}
     if isinstance(sampler, ShardedSampler):
         described |= sampler.describe()
-    elif isinstance(sampler, RandomSampler):
+    elif isinstance(sampler, RandomSampler) and "replacement" in vars(sampler):
         described |= {"shuffle": True, "replacement": sampler.replacement, "num_samples": sampler.num_samples}
     elif isinstance(sampler, SequentialSampler):
         described["shuffle"] = False
     elif isinstance(sampler, DistributedSampler):
         options = vars(sampler)
-        described |= {name: options[name] for name in ("shuffle", "seed", "num_replicas")}
+        described |= {name: options[name] for name in ("shuffle", "seed", "num_replicas") if name in options}
     elif isinstance(sampler, Sized):
         described["num_samples"] = length_of(sampler)
     return described

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
 from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from ignite_train.arguments import describe, whole_number
 from ignite_train.data.dealing import DealtSampler
 from ignite_train.data.epoch_order import Order, epoch_order
 from ignite_train.model.random_state import objects_within
 
-__all__ = ["HasEpoch", "ShardedSampler", "inner_loaders", "refuse_other_length", "samplers_of", "set_epoch"]
+__all__ = ["HasEpoch", "ShardedSampler", "cuts_batches", "inner_loaders", "refuse_other_length", "samplers_of", "set_epoch"]
 
 _FIRST_CHUNK, _LAST_CHUNK = 2**10, 2**15  # indices that are computed at once, at the start of an epoch and later
 
@@ -33,6 +33,14 @@ class _HasSampler(Protocol):
     """A sampler of batches that takes the indices from another sampler, such as torch's BatchSampler."""
 
     sampler: Any
+
+
+@runtime_checkable
+class _CutsBatches(_HasSampler, Protocol):
+    """One that cuts them as torch's BatchSampler does. A class that derives from it may not have called its `__init__`."""
+
+    batch_size: int
+    drop_last: bool
 
 
 def set_epoch(loader: Iterable[Any], epoch: int) -> None:
@@ -72,6 +80,11 @@ def samplers_of(loader: Iterable[Any]) -> Iterator[Any]:
         yield batch_sampler
     if isinstance(batch_sampler, _HasSampler) and batch_sampler.sampler is not loader.sampler:
         yield batch_sampler.sampler
+
+
+def cuts_batches(batch_sampler: Any) -> TypeGuard[BatchSampler]:
+    """Whether a batch sampler is torch's, or derives from it and has its attributes."""
+    return isinstance(batch_sampler, BatchSampler) and isinstance(batch_sampler, _CutsBatches)
 
 
 def refuse_other_length(now: int, before: int) -> None:

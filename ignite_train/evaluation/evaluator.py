@@ -331,7 +331,7 @@ def _forward(engine: Evaluator, micro_batch: Any) -> ForwardOutput:
 
 def _refuse_padding(data: Iterable[Any]) -> None:
     for sampler in samplers_of(data):
-        if not isinstance(sampler, DistributedSampler):
+        if not isinstance(sampler, DistributedSampler) or "total_size" not in vars(sampler):  # it may be a class of the user's
             continue
         surplus = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
         if surplus > 0:

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 from ignite.engine import Events
+from ignite.engine.deterministic import ReproducibleBatchSampler
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -32,7 +33,7 @@ from ignite_train import (
 )
 from ignite_train.data.held import Held
 from ignite_train.data.how_exact import how_exact
-from ignite_train.handlers import Checkpoint
+from ignite_train.handlers import Checkpoint, predict
 from ranks import run_ranks
 
 
@@ -114,6 +115,64 @@ def test_a_sampler_inside_a_batch_sampler_is_told_the_epoch() -> None:
         order = [*by_hand]
         expected += [order[:2], order[2:]]
     assert seen == expected
+
+
+class Balanced(BatchSampler):
+    """Batches of its own making, as those of metric learning are, in a class that does not call torch's `__init__`."""
+
+    def __init__(self) -> None:
+        self.batches = [[0, 4, 1], [2, 5, 3]]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return 2
+
+
+class Weighted(DistributedSampler):  # type: ignore[type-arg]
+    """Indices of its own making, likewise."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([3, 0, 2, 1, 5, 4])
+
+    def __len__(self) -> int:
+        return 6
+
+
+class Drawn(RandomSampler):
+    """The same."""
+
+    def __init__(self) -> None:
+        """Torch's is not called."""
+
+    __iter__, __len__ = Weighted.__iter__, Weighted.__len__
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda: {"batch_sampler": Balanced()},
+        lambda: {"batch_sampler": ReproducibleBatchSampler(BatchSampler(range(6), 2, drop_last=False))},
+        lambda: {"sampler": Weighted(), "batch_size": 2},
+        lambda: {"sampler": Drawn(), "batch_size": 2},
+    ],
+    ids=["batches", "ignite", "distributed", "random"],
+)
+def test_a_sampler_may_leave_out_the_attributes_of_its_class(options: Callable[[], Any], tmp_path: Path) -> None:
+    """Of training, a resumed run, an evaluation and `predict`."""
+    by_hand = [one.flatten().tolist() for one in DataLoader(torch.arange(6.0), **options())]
+    for updates in (len(by_hand) - 1, len(by_hand)):
+        trainer, seen = make()
+        Checkpoint(tmp_path, every=1, asynchronous=False).attach(trainer)
+        trainer.run(DataLoader(torch.arange(6.0), **options()), max_iters=updates)
+    assert seen == by_hand[-1:]
+    evaluator = create_evaluator(nn.Linear(1, 1), lambda _, x: ForwardOutput(x.sum(), len(x), outputs=x))
+    assert evaluator.run(DataLoader(torch.arange(6.0), **options())).metrics["loss"] == pytest.approx(2.5)
+    assert predict(evaluator, DataLoader(torch.arange(6.0), **options())).tolist() == [*range(6)]
 
 
 def test_an_evaluation_refuses_samples_that_a_sampler_inside_a_batch_sampler_repeats() -> None:
