@@ -47,7 +47,6 @@ class BestCheckpoint(NamedTuple):
 
 
 _logger = logging.getLogger(__name__)
-_PATIENCE_SECONDS = 30.0  # for a save in flight, when the run breaks off
 
 
 class Checkpoint(Handler):
@@ -344,7 +343,6 @@ class Checkpoint(Handler):
         trainer.append_event_handler(Events.EPOCH_COMPLETED, self._after_epoch)
         for event in (Events.TERMINATE, Events.INTERRUPT, Events.COMPLETED):
             trainer.append_event_handler(event, self._at_end)
-        trainer.add_event_handler(Events.EXCEPTION_RAISED, self._abandon)
         trainer.on_exit.append(self._stop)
 
     # --- how the run resumes ----------------------------------------------------------------------------------------------
@@ -482,9 +480,6 @@ class Checkpoint(Handler):
 
     def _stop(self) -> None:
         self._is_running, self._facts, self._ending = False, None, (None, None)
-
-    def _abandon(self, _error: BaseException) -> None:
-        self.saver.abandon(_PATIENCE_SECONDS)
 
     def save(self) -> None:
         """Saves the run: from a handler, at the end of the running update or epoch, after all else there; otherwise at once.

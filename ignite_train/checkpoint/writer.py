@@ -34,7 +34,7 @@ from ignite_train.ranks import collectives
 __all__ = ["GIVE_UP_AFTER", "CheckpointWriter", "Snapshot"]
 
 GIVE_UP_AFTER = 5
-_PATIENCE_SECONDS = 30.0  # for a removal that is under way, when the run breaks off
+_PATIENCE_SECONDS = 30.0  # for a save and a removal that are under way, when the run breaks off
 _NICENESS = 15  # added to the niceness of the process for the thread that writes, so that training goes first
 _WAITS_FOR_THREADS = _THREAD = "Checkpoint"  # HangWatch looks for the first name in the file where a thread stands
 
@@ -137,15 +137,22 @@ class CheckpointWriter:
                 self._release()
 
     def _end_thread(self, patience_seconds: float) -> None:
-        """Returns when the old checkpoints are removed, or when that took too long: the next start removes what is left."""
+        """Returns when the old checkpoints are removed, or when that took too long: the next start removes what is left.
+
+        After an exception it waits as long for a save that is still being written, whose failure is only logged.
+        """
         thread, self._thread = self._thread, None
         if thread is None or self._process != os.getpid():
             return
         work, self._work = self._work, SimpleQueue()
         work.put(None)
         atexit.unregister(self._await_at_exit)
-        if self._durable is not None and not self._durable.is_set():
-            return  # `abandon` has waited for it
+        if self._durable is not None and not self._durable.wait(patience_seconds):
+            why = f"the {self._place} is slow, or other ranks do not answer"
+            _logger.warning(f"the last checkpoint is not written after another {patience_seconds:g} s: {why}")
+            return
+        if self._error is not None:
+            _logger.warning(f"the last checkpoint was not written: {self._error}")
         thread.join(patience_seconds)
         if thread.is_alive():
             _logger.warning(f"an old checkpoint in {self.directory.path} is still being removed; the next start continues")
@@ -312,16 +319,6 @@ class CheckpointWriter:
         self.has_lost_one = True
         if collectives.is_main_rank():
             _logger.warning(f"{error}; training continues, and the older checkpoints are untouched")
-
-    def abandon(self, patience_seconds: float) -> None:
-        """After an exception: waits for a save that is still being written; its failure is only logged."""
-        if self._durable is None or self._process != os.getpid():
-            return
-        if not self._durable.wait(patience_seconds):
-            why = f"the {self._place} is slow, or other ranks do not answer"
-            _logger.warning(f"the last checkpoint is not written after another {patience_seconds:g} s: {why}")
-        elif self._error is not None:
-            _logger.warning(f"the last checkpoint was not written: {self._error}")
 
     def _write(self, contents: Contents, manifest: Manifest, durable: threading.Event) -> None:
         """Writes one checkpoint. The next save waits until `durable` is set, and not until older ones are removed."""

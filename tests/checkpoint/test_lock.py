@@ -705,9 +705,11 @@ def test_a_run_that_has_lost_its_lock_ends_also_with_warnings(
 FORKED = """
 import os, sys, threading
 from pathlib import Path
-from ignite_train.checkpoint import lock
+from ignite_train.checkpoint import lock, writer as writer_module
 from small_checkpoints import QuickDisk, contents, keep, manifest
 from ignite_train.checkpoint.writer import CheckpointWriter
+
+writer_module._PATIENCE_SECONDS = 1000.0
 
 class Slow(QuickDisk):
     begun, go_on = threading.Event(), threading.Event()
@@ -725,7 +727,6 @@ with writer.holding():
     child = os.fork()
     if child == 0:
         try:
-            writer.abandon(1000.0)
             raise SystemExit(3)
         finally:
             writer.wait()

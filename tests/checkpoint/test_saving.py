@@ -311,25 +311,41 @@ def test_a_copy_lies_in_memory_as_the_tensor_does():
         assert torch.equal(copy.data, weight)
 
 
-def test_a_run_that_breaks_off_says_what_is_known_of_its_last_save(tmp_path, caplog):
-    """That it takes long, which is not a failure; that it has failed; or no line."""
-    writer = in_a_run(saver(tmp_path))
-    writer.directory.disk = gate = Gate()
-    writer.save(contents(1, "run"), manifest(1))
-    writer.abandon(0.01)
-    gate.moved.set()
-    writer.abandon(DEADLINE_SECONDS)
-    writer.wait()
-    writer.directory.disk = Full()
-    writer.save(contents(2, "run"), manifest(2))
-    writer.abandon(DEADLINE_SECONDS)
+class InjectedError(Exception):
+    """Raised by a test on purpose."""
+
+
+def breaks_off(directory: Path, disk: Disk) -> CheckpointWriter:
+    """The writer of a run that an exception ends after it has saved."""
+    writer = saver(directory)
+    writer.directory.disk = disk
+
+    def run() -> None:
+        with writer.holding():
+            writer.save(contents(1, "run"), manifest(1))
+            raise InjectedError
+
+    with pytest.raises(InjectedError):
+        run()
+    return writer
+
+
+def test_a_run_that_breaks_off_says_what_is_known_of_its_last_save(tmp_path, monkeypatch, caplog):
+    """That it has failed; that it takes long, which is not a failure; or no line."""
+    breaks_off(tmp_path / "quick", QuickDisk())
+    assert names(tmp_path / "quick") == ["update-00000001"]
+    assert not caplog.messages
+    breaks_off(tmp_path / "full", Full())
+    monkeypatch.setattr(writer_module, "_PATIENCE_SECONDS", 0.01)
+    writer = breaks_off(tmp_path / "slow", gate := Gate())
     assert [line.partition(": ")[0] for line in caplog.messages] == [
-        "the last checkpoint is not written after another 0.01 s",
         "the last checkpoint was not written",
+        "the last checkpoint is not written after another 0.01 s",
     ]
     assert "No space left on device" in caplog.text
-    _runs.close()
-    assert names(tmp_path) == ["update-00000001"]
+    gate.moved.set()
+    with pytest.raises(CheckpointError, match="this run has ended and writes no more checkpoints"):
+        writer.wait()
 
 
 class SlowRemoval(QuickDisk):
@@ -394,10 +410,6 @@ def test_a_removal_that_fails_is_a_warning(tmp_path, caplog):
     writer.save(contents(4, "run"), manifest(4))
     writer.wait()
     assert names(tmp_path) == ["update-00000004"]
-
-
-class InjectedError(Exception):
-    """Raised by a test on purpose."""
 
 
 def test_a_run_that_breaks_off_does_not_wait_for_a_removal_for_ever(tmp_path, monkeypatch, caplog):
