@@ -188,11 +188,18 @@ class Checkpoint(Handler):
             give_up_after=positive_int("give_up_after", give_up_after),
             mirror=copies,
         )
-        self.to_save, self.config = checked_objects({} if to_save is None else to_save), mapping_of("config", config)
+        self.to_save = checked_objects({} if to_save is None else to_save)
         self.on_changed_data = one_of("on_changed_data", on_changed_data, ("raise", "warn"))
-        self.held_seconds = 0.0
-        self._leave_out, self._script_wins = checked_names("leave_out", leave_out), checked_names("script_wins", script_wins)
-        self._frozen_once, self._held = one_of("frozen", frozen, ("each", "once")) == "once", HeldState()
+        self._saved_run = partial(
+            SavedRun,
+            to_save=self.to_save,
+            leave_out=checked_names("leave_out", leave_out),
+            script_wins=checked_names("script_wins", script_wins),
+            frozen_once=one_of("frozen", frozen, ("each", "once")) == "once",
+            config=mapping_of("config", config),
+            on_changed_data=self.on_changed_data,
+        )
+        self.held_seconds, self._held = 0.0, HeldState()
         self._is_attached = self._is_running = self._has_warned = False
         self._untried_until = math.inf  # the number of steps after which the state is tried once more
         self._ending: tuple[Any, Any] = None, None  # the latest state of a run that ends: its moment and contents
@@ -318,17 +325,10 @@ class Checkpoint(Handler):
             raise ValueError(f"score={self.cadence.score!r} needs an evaluator; pass attach(trainer, evaluator=...)")
         if self.cadence.score is not None:  # so that the score in a manifest can be read without the script
             trainer.config["best"] = {"metric": self.cadence.score, "mode": self.saver.retention.mode}
-        run = SavedRun(
-            trainer,
-            self.to_save,
-            evaluator,
-            leave_out=self._leave_out,
-            script_wins=self._script_wins,
-            frozen_once=self._frozen_once,
-        )
+        run = self._saved_run(trainer, evaluator=evaluator)
         run.refuse_odd_optimizers()
         self._run, self._is_attached = run, True
-        self._resumption = Resumption(run, self.saver, self.config, self.on_changed_data)
+        self._resumption = Resumption(run, self.saver)
         self._follow_evaluations()
         for one in run.each_trainer:
             one.mark_everything()
@@ -350,8 +350,8 @@ class Checkpoint(Handler):
     @contextmanager
     def _resuming(self, resume: str | Path) -> Iterator[None]:
         """`trainer.run` trains in this `with`: no other run writes to the directory, and the state is restored. Collective."""
-        with self.saver.holding(resume) as of_ranks:
-            refuse_unlike_resume(of_ranks)
+        with self.saver.holding():
+            refuse_unlike_resume(resume)
             self.restore(resume)
             self.saver.catch_up()
             yield
@@ -543,7 +543,7 @@ class Checkpoint(Handler):
         )
 
     def _settings(self) -> dict[str, Any]:
-        return {"config": run_config(self._run, self.config), "versions": versions()}
+        return {"config": run_config(self._run), "versions": versions()}
 
     def _moment(self, *, is_last: bool) -> tuple[Any, ...]:
         """Where the run is: a state is saved once for each moment. TERMINATE and COMPLETED are one."""

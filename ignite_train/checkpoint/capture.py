@@ -257,7 +257,7 @@ def _storable(run: SavedRun, name: str, published: PublishedMetrics) -> dict[Any
     return kept
 
 
-def run_config(run: SavedRun, config: Any) -> Any:
+def run_config(run: SavedRun) -> Any:
     """The tree of `plain_config` of a run, with the user's configuration.
 
     What removes gradients, as `Freeze` does, changes the update, so that it is described with the trainer.
@@ -266,7 +266,7 @@ def run_config(run: SavedRun, config: Any) -> Any:
     removing = [one.__self__ for one in functions if isinstance(one, MethodType)]
     changes = _handler_settings([owner for owner in removing if isinstance(owner, Attachable)])
     description = {**run.trainer.config, "before_norm": changes} if changes else run.trainer.config
-    return plain_config(config, description, _handler_settings(attachables(*run.engines)))
+    return plain_config(run.config, description, _handler_settings(attachables(*run.engines)))
 
 
 def plain_config(config: Any, description: Any, handlers: Mapping[str, Any] | None = None) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,19 +44,10 @@ class Resumption:
     Args:
         run: the run.
         writer: of the run's own checkpoints.
-        config: the user's configuration; its changes are logged.
-        on_changed_data: what happens if a run resumes in the middle of an epoch with another loader: `"raise"` or `"warn"`.
     """
 
-    def __init__(
-        self,
-        run: SavedRun,
-        writer: CheckpointWriter,
-        config: Mapping[str, Any],
-        on_changed_data: str,
-    ) -> None:
+    def __init__(self, run: SavedRun, writer: CheckpointWriter) -> None:
         self._run, self._writer = run, writer
-        self._config, self._on_changed_data = config, on_changed_data
         self._state: RunState | None = None  # until its objects are put back for the second time
         self._half_restored: Path | None = None  # the checkpoint of which some object has raised when it was given its state
 
@@ -87,14 +78,12 @@ class Resumption:
         retention = self._writer.retention
         if retention.metric is not None and manifest.scored_by is not None:
             refuse_other_mode(retention.metric, retention.mode, *manifest.scored_by)
-        self._half_restored, script = path, run_config(self._run, self._config)
+        self._half_restored, script = path, run_config(self._run)
         together(collectives.gather_objects, f"resuming from {path}", state.restore)
-        self._half_restored = None
-        trainer.data.load_position(trainer.data.position(), on_changed_data=self._on_changed_data)
-        self._state = state
+        self._half_restored, self._state = None, state
         self._writer.resume_from(path)
         if collectives.is_main_rank():
-            changed = config_changes(manifest.config, script, run_config(self._run, self._config))
+            changed = config_changes(manifest.config, script, run_config(self._run))
             lost = metrics_without_state(trainer) if trainer.progress.epoch_open else []
             _log_resumption(path, manifest, [*state.changed, *changed], state, lost)
         return manifest
@@ -125,8 +114,9 @@ class Resumption:
         self._state = None
 
 
-def refuse_unlike_resume(of_ranks: Sequence[str]) -> None:
-    """Raises ValueError if some of the ranks were told another word than others, or a word and others a path."""
+def refuse_unlike_resume(resume: str | Path) -> None:
+    """Raises ValueError if some of the ranks were told another word than others, or a word and others a path. Collective."""
+    of_ranks = collectives.gather_objects(str(resume))
     words = [resume if resume in _WORDS else "a path" for resume in of_ranks]
     other = next((rank for rank, word in enumerate(words) if word != words[0]), 0)
     if other:

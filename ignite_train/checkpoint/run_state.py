@@ -112,7 +112,7 @@ class RunState:
             self._trainer.load_state_dict(self._states["trainer"])
         if self._are_apart:
             self._trainer.replicas.are_equal = False
-        self._trainer.data.load_position(self._states["data"])
+        self._trainer.data.load_position(self._states["data"], on_changed_data=self._run.on_changed_data)
         # A handler of STARTED or EPOCH_STARTED may add the groups that an optimizer lacks, so it has its state after them.
         outer = [name for name in self._objects.optimizers if self._fit.missing_groups(name)]
         lacking = [name for name in self._objects.shared if any(name == one or name.startswith(f"{one}.") for one in outer)]

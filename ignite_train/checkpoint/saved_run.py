@@ -59,6 +59,8 @@ class SavedRun:
             and "loss_scaling" starts with a fresh scale.
         script_wins: options of the optimizer that keep the script's value when the run is resumed.
         frozen_once: whether parameters that do not require grad are written to a file that checkpoints share.
+        config: the user's configuration; what has changed in it is logged when the run is resumed.
+        on_changed_data: what happens if it resumes in the middle of an epoch with another loader: `"raise"` or `"warn"`.
 
     Attributes:
         trainers: the other trainers among the user's objects, by their names in a checkpoint.
@@ -76,9 +78,12 @@ class SavedRun:
         leave_out: Sequence[str] = (),
         script_wins: Sequence[str] = (),
         frozen_once: bool = False,
+        config: Mapping[str, Any] | None = None,
+        on_changed_data: str = "raise",
     ) -> None:
         self.trainer, self.to_save, self.evaluator = trainer, to_save or {}, evaluator
         self.leave_out, self.script_wins, self.frozen_once = leave_out, script_wins, frozen_once
+        self.config, self.on_changed_data = config or {}, on_changed_data
         others = ((name, entry) for name, entry in self.to_save.items() if isinstance(entry, Trainer) and entry is not trainer)
         self.trainers = {f"to_save/{name}": entry for name, entry in others}
         self.each_trainer = (trainer, *self.trainers.values())

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_train.checkpoint.directory import CheckpointDirectory, Contents, commit, on_main, refuse_unreadable, together
+from ignite_train.checkpoint.directory import CheckpointDirectory, Contents, commit, on_main, refuse_unreadable
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.lock import DirectoryLock
 from ignite_train.checkpoint.manifest import Manifest
@@ -112,8 +112,8 @@ class CheckpointWriter:
         self._error: BaseException | None = None
 
     @contextmanager
-    def holding(self, resume: str | Path = "auto") -> Iterator[list[str]]:
-        """Keeps other runs from writing to the directory until the end of the `with`, which gets every `resume`. Collective.
+    def holding(self) -> Iterator[None]:
+        """Keeps other runs from writing to the directory until the end of the `with`. Collective.
 
         A directory that does not exist yet, or cannot be written to, is taken by the first save. The newest and the best
         checkpoints are fetched from the mirror, where the directory lacks them.
@@ -123,11 +123,10 @@ class CheckpointWriter:
         """
         self._is_held, patience = True, _PATIENCE_SECONDS
         try:
-            work = partial(self._hold, str(resume))
-            of_ranks = together(collectives.gather_objects, "taking the directory of the checkpoints", work)
+            on_main(collectives.gather_objects, "taking the directory of the checkpoints", self._hold)
             if self.mirror is not None:
                 self.mirror.fetch(self.directory, self.retention, collectives.gather_objects)
-            yield of_ranks
+            yield
             patience = threading.TIMEOUT_MAX
         finally:
             try:
@@ -162,11 +161,9 @@ class CheckpointWriter:
         if self._durable is not None and self._process == os.getpid():
             self._durable.wait(_PATIENCE_SECONDS)
 
-    def _hold(self, resume: str) -> str:
+    def _hold(self) -> None:
         with suppress(OSError):  # the first save reports it, and a run that saves nothing need not know
-            if collectives.is_main_rank():
-                self._lock.hold()
-        return resume
+            self._lock.hold()
 
     def _release(self) -> None:
         if collectives.is_main_rank():
