@@ -224,16 +224,14 @@ class CheckpointDirectory:
 
         Raises:
             CheckpointError: another run writes here; or the directory is no longer that of the saves before, in this run.
-            CheckpointFormatError: there is a checkpoint of a format that is not read, so that it can be neither ordered nor
-                replaced.
+            CheckpointFormatError, UnreadableCheckpointError: there is a checkpoint of a format that is not read, or the disk
+                failed, so that it can be neither ordered nor replaced: it may be the newest.
         """
         if self.lock is None or not self.lock.token:  # once it is held, a directory that is gone must not be made again
             self._make()
         if self.lock is not None:
             self.lock.hold()
-        for failure in self.scan()[1]:
-            if isinstance(failure, CheckpointFormatError):
-                raise failure
+        refuse_unreadable(self.scan()[1])
         self.tidy()
         token = "" if self.lock is None else f"{self.lock.token}-"
         name = f"{_UNFINISHED}{token}{os.urandom(6).hex()}"
@@ -271,8 +269,7 @@ class CheckpointDirectory:
                 raise CheckpointError(
                     f"{name} has another size here than on the rank that wrote it: all ranks must share {self.path}"
                 )
-        found, failed = self.scan()
-        refuse_unreadable(failed)  # the newest may be unreadable, and this checkpoint must come after it
+        found, _ = self.scan()
         manifest = replace(manifest, serial=1 + max([self.later_than, *(other.serial for _, other in found)]))
         sealed = seal(manifest)
         parse_manifest(sealed, directory)  # what no reader accepts must not be committed
