@@ -314,7 +314,7 @@ class Checkpoint(Handler):
                 evaluator.
             TypeError: the `state_dict` of an optimizer does not have the form of torch's.
         """
-        if trainer.resume_with is not None:
+        if trainer.checkpoint is not None:
             raise ValueError("a trainer must have one Checkpoint at most, got a second; give the first more cadences")
         if self._is_attached:
             raise ValueError(
@@ -332,7 +332,7 @@ class Checkpoint(Handler):
         self._follow_evaluations()
         for one in run.each_trainer:
             one.mark_everything()
-        trainer.resume_with = self._resuming
+        trainer.checkpoint = self
         if self.cadence.every_seconds is not None:
             trainer.piggybacks.append(self.cadence)
         trainer.on_enter.append(self._start)
@@ -348,7 +348,7 @@ class Checkpoint(Handler):
     # --- how the run resumes ----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _resuming(self, resume: str | Path) -> Iterator[None]:
+    def resuming(self, resume: str | Path) -> Iterator[None]:
         """`trainer.run` trains in this `with`: no other run writes to the directory, and the state is restored. Collective."""
         with self.saver.holding():
             refuse_unlike_resume(resume)

@@ -175,6 +175,7 @@ class Trainer(Loop):
         requests: what this rank asks of all ranks with these numbers.
         moments: functions that an update calls beside its events.
         replicas: what is known about the replicas of the model.
+        checkpoint: the `Checkpoint` that saves and resumes this run; None without one.
     """
 
     state: TrainState
@@ -199,7 +200,7 @@ class Trainer(Loop):
         self.moments, self.replicas = Moments(output_transform), Replicas()
         self.parts: dict[str, Stateful] = dict(parts)
         self.config = dict(settings)
-        self.resume_with: Callable[[str | Path], AbstractContextManager[None]] | None = None  # of a `Checkpoint`
+        self.checkpoint: Any = None
         self.default_handlers: list[DefaultHandler] = []  # attached by default and not by the user
         self.data = RunData(
             grouping, self.state, self.progress, self.requests, lambda: this.fire_event(Events.DATALOADER_STOP_ITERATION)
@@ -436,7 +437,7 @@ class Trainer(Loop):
         self._refuse_open_epoch("update was called")
         if not self.replicas.have_begun:
             self.replicas.begin()
-        if self.resume_with is not None:
+        if self.checkpoint is not None:
             raise RuntimeError("update needs a session where a Checkpoint is attached; write: with trainer.session(): ...")
         if "session" not in self.progress.warned and (self.on_enter or self.has_handlers(Events.STARTED)):
             self.progress.warned.add("session")
@@ -455,11 +456,6 @@ class Trainer(Loop):
     def _expected_length(self, data: Any) -> int | None:
         return self.data.expected_length(data)
 
-    @property
-    def checkpoint(self) -> Any:
-        """The `Checkpoint` that saves and resumes this run; None without one."""
-        return self.resume_with.__self__ if isinstance(self.resume_with, MethodType) else None
-
     def _resuming(self, resume: str | Path) -> AbstractContextManager[None]:
         """The `with` in which a run trains: its `Checkpoint`, if there is one, restores the state when it is entered."""
         if not isinstance(resume, (str, Path)):
@@ -467,8 +463,9 @@ class Trainer(Loop):
                 f"resume must be 'auto', 'must', 'never' or a path, got {describe(resume)}; leave it out, and a run with a "
                 "Checkpoint continues where it was"
             )
-        if self.resume_with is not None:
-            return self.resume_with(resume)
+        if self.checkpoint is not None:
+            resuming: AbstractContextManager[None] = self.checkpoint.resuming(resume)
+            return resuming
         if resume not in ("auto", "never"):
             raise ValueError(f"resume must be 'auto' or 'never' without checkpoints, got {resume!r}; attach a Checkpoint first")
         return nullcontext()
