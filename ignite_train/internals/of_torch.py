@@ -269,7 +269,7 @@ def note_error_in_pass(loader: object, error: BaseException) -> None:
 
 
 def has_lost_workers(opened: object) -> bool:
-    """Whether a pass over a DataLoader, or the next pass of persistent workers, needs worker processes that cannot go on.
+    """Whether a pass over a DataLoader, or the next pass of persistent workers, needs worker processes that cannot be used.
 
     They have ended; or an error came while a micro-batch was read, and the next pass would begin in the middle of a message; or
     the pass was broken off before they got an index, and the next one would take their late answers for micro-batches.
