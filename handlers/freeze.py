@@ -59,6 +59,7 @@ class Freeze(Handler):
             raise TypeError(f"module must be a torch.nn.Module or a list of parameters, got {describe(module)}")
         self._module: Any = module if isinstance(module, nn.Module) else list(module)
         self._frozen: list[nn.Parameter] = []
+        self._num_trained = 0
         self._has_dropped = False  # in the latest update
 
     def attach(self, trainer: Trainer) -> None:
@@ -71,13 +72,13 @@ class Freeze(Handler):
         # Also those that are trained later: `requires_grad` may be set, or the optimizer get them, while the others are frozen.
         self._frozen = [*(self._module.parameters() if isinstance(self._module, nn.Module) else self._module)]
         chosen = {id(parameter) for parameter in self._frozen}
-        num_trained = sum(id(parameter) in chosen for parameter in trained)
-        if not num_trained:
+        self._num_trained = sum(id(parameter) in chosen for parameter in trained)
+        if not self._num_trained:
             raise ValueError(
                 f"module must have parameters that the optimizer trains, got {describe(self._module)}; pass a module of the "
                 "model in its final form, as it is after fully_shard"
             )
-        if num_trained == len(trained):
+        if self._num_trained == len(trained):
             raise ValueError(
                 "module must leave something that trains, got all parameters of the optimizer; pass a part of the model"
             )
@@ -86,7 +87,7 @@ class Freeze(Handler):
 
     def settings(self) -> dict[str, Any]:
         """Also how many parameters it freezes, since a resumed run may have another module frozen."""
-        return {**super().settings(), "num_parameters": len(self._frozen)}
+        return {**super().settings(), "num_parameters": self._num_trained}
 
     def is_frozen(self, state: TrainState) -> bool:
         """Whether the parameters stay in the next step."""
@@ -97,5 +98,7 @@ class Freeze(Handler):
     def _drop(self, trainer: Trainer) -> None:
         self._has_dropped = self.is_frozen(trainer.state)
         if self._has_dropped:
+            stepped = {id(parameter) for parameter in stepped_parameters(trainer.optimizers)}  # others may be another trainer's
             for parameter in self._frozen:
-                parameter.grad = None
+                if id(parameter) in stepped:
+                    parameter.grad = None

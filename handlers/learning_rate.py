@@ -102,13 +102,13 @@ class LearningRateSchedule(Handler):
         trainer.add_event_handler(Events.STARTED, self._look_at_length)
         return trainer.add_event_handler(event, self)
 
-    def __call__(self, trainer: Trainer) -> None:
+    def __call__(self, trainer: Trainer | None = None) -> None:
         """Steps the schedule, once in an epoch whose EPOCH_STARTED fires again where a run resumes within it.
 
         Raises:
             ValueError: the optimizer has a parameter group that the schedule cannot step, because it was added later.
         """
-        if self._event is Events.EPOCH_STARTED and trainer.progress.epoch_iteration > 0:
+        if trainer is not None and self._event is Events.EPOCH_STARTED and trainer.progress.epoch_iteration > 0:
             return
         if self._last_step is not None and vars(self.scheduler)["last_epoch"] != self._last_step:
             self._warn_of_other_steps()

@@ -218,11 +218,16 @@ def _what_can_be_stored(run: SavedRun, objects: RunObjects, tensors: dict[str, T
     for name, entry in objects.own.items():
         encoder = TreeEncoder()  # of its own, since of a state that cannot be stored nothing is kept
         try:
-            trees[name] = encoder.encode(entry.state_dict(), (name,))
+            state = entry.state_dict()
         except Exception as error:  # a handler may raise anything
+            if not _raises_again(entry):
+                raise
+            run.warn_left_out(name, error)
+            continue
+        try:
+            trees[name] = encoder.encode(state, (name,))
+        except Exception as error:  # so may what is in the state
             if not isinstance(entry, PublishedMetrics):
-                if not _is_of_state(name, entry):
-                    raise
                 run.warn_left_out(name, error)
                 continue
             encoder = TreeEncoder()
@@ -231,13 +236,10 @@ def _what_can_be_stored(run: SavedRun, objects: RunObjects, tensors: dict[str, T
     return trees
 
 
-def _is_of_state(name: str, entry: Stateful) -> bool:
-    """Whether the state of an object cannot be stored, as an attempt to store it has failed before.
-
-    Another error is not of the state: torch raises the end of a worker process wherever this thread is.
-    """
+def _raises_again(entry: Stateful) -> bool:
+    """Whether an error in its `state_dict` is its own. Torch raises the end of a worker process wherever this thread is."""
     try:
-        TreeEncoder().encode(entry.state_dict(), (name,))
+        entry.state_dict()
     except Exception:  # a handler may raise anything
         return True
     return False

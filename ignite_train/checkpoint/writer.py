@@ -152,6 +152,7 @@ class CheckpointWriter:
             return
         if self._error is not None:
             _logger.warning(f"the last checkpoint was not written: {self._error}")
+            self._durable = self._error = None  # the next run of this process does not end by it
         thread.join(patience_seconds)
         if thread.is_alive():
             _logger.warning(f"an old checkpoint in {self.directory.path} is still being removed; the next start continues")

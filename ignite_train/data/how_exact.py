@@ -93,8 +93,7 @@ def _doubts_of_inner(loader: Iterable[Any]) -> Iterator[str]:
             f"the {kind} opens a DataLoader with persistent workers, whose start draws a number more: resuming within an epoch "
             "may miss some samples and repeat others; pass persistent_workers=False there, or use a ResumableLoader"
         )
-    is_opened_late = len(inner) > 1 or (length_of(loader) or 0) > sum(length_of(one) or 0 for one in inner)
-    if is_opened_late and any(map(_draws_from_process, inner)):
+    if len(inner) > 1 and any(map(_draws_from_process, inner)):
         yield (
             f"the {kind} may open a DataLoader after forward has drawn: its order, or what its workers draw, then depends on "
             "that, and resuming within an epoch may miss some samples and repeat others; give each DataLoader there a "
@@ -104,6 +103,8 @@ def _doubts_of_inner(loader: Iterable[Any]) -> Iterator[str]:
 
 def _draws_from_process(loader: DataLoader[Any]) -> bool:
     """Whether the order of a loader, or the seeds of its workers, may come from the generators that forward draws from."""
+    if isinstance(loader, Seekable):
+        return False
     if loader.num_workers and loader.generator is None:
         return True
     if isinstance(loader.dataset, IterableDataset):

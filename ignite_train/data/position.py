@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from ignite_train.arguments import COUNT, check_fields
 from ignite_train.data.description import Pipeline, Seekable, attributes_of_samplers, changes, describe_data
 from ignite_train.data.resumable_loader import ResumableLoader
+from ignite_train.data.samplers import inner_loaders
 from ignite_train.engine.attachable import Stateful
 from ignite_train.errors import CheckpointError, TrainingError
 from ignite_train.internals.of_torch import end_workers, has_lost_workers, pass_of, sampler_pass_of
@@ -40,11 +41,10 @@ def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
     a resumed process would draw once more than the same pass did before. That seed is drawn from a copy of the generator.
     Others start likewise where one has ended, as by the stop button of a notebook.
     """
-    if not isinstance(loader, DataLoader) or not loader.persistent_workers:
-        return iter(loader)
-    if has_lost_workers(pass_of(loader)):
-        end_workers(loader)
-    if pass_of(loader) is not None:
+    for one in inner_loaders(loader):
+        if has_lost_workers(pass_of(one)):
+            end_workers(one)
+    if not isinstance(loader, DataLoader) or not loader.persistent_workers or pass_of(loader) is not None:
         return iter(loader)
     own, copied = loader.generator, torch.Generator()
     copied.set_state((torch.default_generator if own is None else own).get_state())

@@ -48,7 +48,7 @@ def set_epoch(loader: Iterable[Any], epoch: int) -> None:
 
     Where a loader of the user's own knows no epochs, those that it reads from are told.
     """
-    for one in inner_loaders(loader, DataLoader | HasEpoch) or [loader]:
+    for one in [loader] if isinstance(loader, DataLoader | HasEpoch) else inner_loaders(loader, DataLoader | HasEpoch):
         for owner in (one, *samplers_of(one), *([one.dataset] if isinstance(one, DataLoader) else [])):
             if isinstance(owner, HasEpoch):
                 owner.set_epoch(epoch)
@@ -64,7 +64,8 @@ def inner_loaders(loader: Iterable[Any], kinds: Any = DataLoader) -> list[Any]:
     def is_no_loader(_owner: Any, _name: Any, value: Any) -> bool:
         return not issubclass(type(value), (Iterable, HasEpoch))
 
-    return [] if isinstance(loader, Iterator) else [*objects_within(loader, is_no_loader, kinds=kinds).values()]
+    found = {} if isinstance(loader, Iterator) else objects_within(loader, is_no_loader, kinds=kinds)
+    return [one for one in found.values() if isinstance(one, Iterable)]
 
 
 def samplers_of(loader: Iterable[Any]) -> Iterator[Any]:

@@ -107,7 +107,8 @@ def lacks_state(owner: object) -> bool:
     """
     if not isinstance(owner, Metric) or type(owner).state_dict is not Metric.state_dict:
         return False
-    return isinstance(owner, MetricsLambda) or not names_in_state(owner)
+    names = names_in_state(owner)
+    return not names or (isinstance(owner, MetricsLambda) and names == names_in_state(MetricsLambda))
 
 
 def numbered_name(owner: object, taken: Container[str]) -> str:

@@ -409,7 +409,7 @@ class Loop(Dispatcher):
 
     def _observe(self, error: BaseException) -> None:
         """Shows `error` to every handler of EXCEPTION_RAISED, once."""
-        note_error_in_pass(self.state.dataloader, error)
+        note_error_in_pass(error)
         where = f"epoch {self.state.epoch}, iteration {self.state.iteration}"
         self.logger.error(f"the run ended at {where} by {describe_error(error)}")
         self.last_event_name = Events.EXCEPTION_RAISED

@@ -45,7 +45,7 @@ registered_events: Callable[[Engine], Sequence[Any]] = attrgetter("_allowed_even
 add_event_attributes: Callable[[State], None] = methodcaller("_update_attrs")
 # The attributes of a metric that are its state, which it gathers from all ranks when it is asked for it.
 NAMES_IN_STATE = "_state_dict_all_req_keys"
-names_in_state: Callable[[Metric], Sequence[str]] = attrgetter(NAMES_IN_STATE)
+names_in_state: Callable[[Metric | type[Metric]], Sequence[str]] = attrgetter(NAMES_IN_STATE)
 # The attribute of a handler with a filter that is a weak reference to the handler without: by it Ignite finds what to remove.
 PARENT = "_parent"
 # The code of a filter `every=n`, whose one nonlocal is `every`: what tells it from a filter of the user's.

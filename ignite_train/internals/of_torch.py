@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks, _use_grad_for_differentiable
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, dataloader
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 __all__ = [
@@ -257,15 +257,13 @@ def end_workers(loader: DataLoader[Any]) -> None:
 _broken_off = WeakSet[_BaseDataLoaderIter]()
 
 
-def note_error_in_pass(loader: object, error: BaseException) -> None:
-    """Notes if an error has come while a DataLoader read from persistent workers, maybe in the middle of a message.
+def note_error_in_pass(error: BaseException) -> None:
+    """Notes the passes over DataLoaders in which an error has come, maybe in the middle of a message from a worker.
 
-    `has_lost_workers` tells it. They are not ended at once, since the error has to reach other ranks first.
+    `has_lost_workers` tells it. Workers are not ended at once, since the error has to reach other ranks first.
     """
-    opened = pass_of(loader) if isinstance(loader, DataLoader) else None
-    files = (frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
-    if opened is not None and dataloader.__file__ in files:
-        _broken_off.add(opened)
+    owners = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+    _broken_off.update(one for one in owners if isinstance(one, _BaseDataLoaderIter))
 
 
 def has_lost_workers(opened: object) -> bool:

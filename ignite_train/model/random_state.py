@@ -350,9 +350,8 @@ def _attributes(value: Any) -> Mapping[Any, Any]:
         return dict(value if type(value) is dict else enumerate(value))
     try:
         return {name: entry for name, entry in vars(value).items() if name != ITERATOR}
-    except TypeError:  # it has slots, or nothing
-        state = object.__getstate__(value)
-        return state[1] if isinstance(state, tuple) else {}
+    except TypeError:
+        return {}
 
 
 def _check_numpy_state(state: Mapping[str, Any]) -> None:

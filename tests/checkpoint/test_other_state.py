@@ -1384,6 +1384,27 @@ class IsInterrupted(Raises):
         return {"asked": self.asked}
 
 
+class Asked(Raises):
+    """A handler that counts how often it is asked for its state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state, self.asked = state, 0
+
+    def state_dict(self) -> Any:
+        self.asked += 1
+        return {"state": self.state}
+
+
+def test_a_state_that_cannot_be_stored_is_asked_for_as_often_as_others(tmp_path: Path) -> None:
+    """It may be collective, and another rank's can be stored."""
+    handlers = [Asked(1), Asked(object())]
+    for handler in handlers:
+        trainer = build(tmp_path / str(handlers.index(handler)))
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, handler)
+        trainer.run(LOADER, max_iters=3)
+    assert handlers[0].asked == handlers[1].asked
+
+
 def test_an_error_that_is_not_of_a_state_fails_the_save(tmp_path: Path) -> None:
     """Or else the newest checkpoint would lack the state, and the next start would take it."""
     model = net()

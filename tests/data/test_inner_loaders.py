@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ignite_train import ForwardOutput, ResumableLoader, ShardedSampler, create_trainer
+from ignite_train import ForwardOutput, ResumableLoader, ShardedSampler, TokenBudgetSampler, create_trainer
 from ignite_train.data.how_exact import how_exact
 from ignite_train.data.samplers import inner_loaders, set_epoch
 from ignite_train.handlers import Checkpoint
@@ -55,19 +54,6 @@ class Several(Around):
         return self.inner.values() if isinstance(self.inner, dict) else self.inner
 
 
-@dataclass(slots=True)
-class WithSlots:
-    """Has no dictionary of attributes."""
-
-    inner: Any
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self.inner
-
-
 class Returning(Around):
     """Is its own iterator."""
 
@@ -92,8 +78,6 @@ AROUND: dict[str, Callable[[Any], Any]] = {
     "tuple": lambda inner: Several((inner,)),
     "dict": lambda inner: Several({"labelled": inner}),
     "twice": lambda inner: Around(Around(inner)),
-    "around-slots": lambda inner: Around(WithSlots(inner)),
-    "slots": WithSlots,
     "around-its-own-iterator": lambda inner: Around(Returning(inner)),
     "beside-settings": lambda inner: Around(inner, settings=Settings(a=Settings()), many=[{}] * 10_000),
 }
@@ -185,17 +169,6 @@ def test_only_what_may_give_data_is_told_and_nothing_is_read() -> None:
 # --- resuming within an epoch ----------------------------------------------------------------------------------------------
 
 
-class TwiceAround(Around):
-    """Reads from its loader twice in a pass."""
-
-    def __len__(self) -> int:
-        return 2 * len(self.inner)
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(2):
-            yield from self.inner
-
-
 class Halving(DataLoader[Any]):
     """Opens its pass when it is read."""
 
@@ -234,6 +207,10 @@ def resumable(**options: Any) -> Any:
     return ResumableLoader(DATA, 3, shuffle=True, seed=1, **options)
 
 
+def by_tokens() -> Any:
+    return ResumableLoader(DATA, batches=TokenBudgetSampler([1] * 6, max_tokens=3, shuffle=True, seed=1))
+
+
 KEPT: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
 STARTS, LATE = "whose start draws", "after forward has drawn"
 DIFFERS: dict[str, tuple[str, Callable[[], Any]]] = {
@@ -241,9 +218,8 @@ DIFFERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "kept-with-generator": (STARTS, lambda: Around(shuffled(**KEPT, generator=own()))),
     "kept-generator": (STARTS, lambda: Halving(DATA, 3, shuffle=True, **KEPT)),
     "several": (LATE, lambda: Several([shuffled(), shuffled()])),
-    "several-samplers": (LATE, lambda: Several([DataLoader(DATA, 3, sampler=RandomSampler(DATA))] * 2)),  # type: ignore[arg-type]
+    "several-samplers": (LATE, lambda: Several([DataLoader(DATA, 3, sampler=RandomSampler(DATA)) for _ in "12"])),  # type: ignore[arg-type]
     "beside-another": (LATE, lambda: Several([resumable(), shuffled()])),
-    "again": (LATE, lambda: TwiceAround(shuffled())),
 }
 IS_EXACT: dict[str, Callable[[], Any]] = {
     "plain": lambda: Around(shuffled()),
@@ -251,7 +227,7 @@ IS_EXACT: dict[str, Callable[[], Any]] = {
     "generator": lambda: Halving(DATA, 3, shuffle=True),
     "twice-around": lambda: Around(Around(shuffled())),
     "several-with-generators": lambda: Several([shuffled(generator=own()), shuffled(generator=own())]),
-    "again-with-generator": lambda: TwiceAround(shuffled(generator=own())),
+    "several-by-tokens": lambda: Several([by_tokens(), by_tokens()]),
     "several-in-order": lambda: Several([DataLoader(DATA, 3), DataLoader(DATA, 3, sampler=range(6))]),  # type: ignore[arg-type]
     "several-told": lambda: Several([INNER["ShardedSampler"](), INNER["DistributedSampler"]()]),
     "several-resumable": lambda: Several([resumable(), resumable(num_workers=1)]),
@@ -280,6 +256,24 @@ def differs_after_resuming(make_loader: Callable[[], Any], directory: Path) -> b
     whole = make_loader()
     updates = len(whole)
     return seen(directory / "whole", 2 * updates) != seen(directory / "resumed", 2 * updates - 1, 2 * updates)
+
+
+class Curriculum:
+    """No loader: its epochs are begun otherwise."""
+
+    def set_epoch(self, epoch: int, loss: float) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("has_inner", [False, True])
+def test_a_loader_that_has_set_epoch_is_told_alone(has_inner: bool) -> None:
+    """Also where it is an attribute of the object, and not of its class; and nothing is told that is no loader."""
+    told: list[int] = []
+    loader = Around(shuffled(sampler=None) if has_inner else DATA, curriculum=Curriculum())
+    vars(loader)["set_epoch"] = told.append
+    trained(loader, max_epochs=3)
+    assert told == [0, 1, 2]
+    trained(Around(shuffled(), curriculum=Curriculum()), max_epochs=2)
 
 
 @pytest.mark.parametrize("kind", DIFFERS)

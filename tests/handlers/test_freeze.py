@@ -184,6 +184,17 @@ def test_what_is_trained_later_is_frozen_too(joins: bool) -> None:
     assert moved == [False] * 4 + [True] * 2
 
 
+def test_the_gradients_of_another_trainer_are_left_alone() -> None:
+    """Of parameters in the module that this trainer does not step: two trainers may have a part each."""
+    model, other = net(), nn.Linear(3, 1).double()
+    trainer = make(model)
+    other.weight.grad = torch.ones_like(other.weight)
+    Freeze([*model[0].parameters(), *other.parameters()]).attach(trainer)
+    trainer.run(DATA[:2])
+    assert torch.equal(other.weight.grad, torch.ones_like(other.weight))
+    assert model[0].weight.grad is None
+
+
 def test_what_is_not_finite_in_a_frozen_module_counts_nothing() -> None:
     """An infinite gradient of a frozen parameter neither ends the run nor skips an update."""
     model = net()

@@ -478,7 +478,7 @@ def pass_of_a_loader() -> bool:
         try:
             raise TypeError([*opened])
         except TypeError as error:
-            of_torch.note_error_in_pass(opened, error)
+            of_torch.note_error_in_pass(error)
         lost.append(of_torch.has_lost_workers(of_torch.pass_of(opened)))
         of_torch.end_workers(opened)
     return (
