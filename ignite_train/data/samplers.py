@@ -37,7 +37,7 @@ class _HasSampler(Protocol):
 
 @runtime_checkable
 class _CutsBatches(_HasSampler, Protocol):
-    """One that cuts them as torch's BatchSampler does. A class that derives from it may not have called its `__init__`."""
+    """Cuts batches as torch's BatchSampler does. A class that derives from BatchSampler may not have called its `__init__`."""
 
     batch_size: int
     drop_last: bool
@@ -46,7 +46,7 @@ class _CutsBatches(_HasSampler, Protocol):
 def set_epoch(loader: Iterable[Any], epoch: int) -> None:
     """Tells `loader`, its samplers and its dataset which epoch (0-based) the next pass is, as far as they want to know.
 
-    Where a loader of the user's own knows no epochs, those that it reads from are told.
+    If a loader of the user's own has no `set_epoch`, its inner loaders are told.
     """
     for one in [loader] if isinstance(loader, DataLoader | HasEpoch) else inner_loaders(loader, DataLoader | HasEpoch):
         for owner in (one, *samplers_of(one), *([one.dataset] if isinstance(one, DataLoader) else [])):

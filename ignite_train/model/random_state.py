@@ -260,7 +260,7 @@ def seed_random_state(*key: int | str) -> int:
 
 
 def objects_within(owner: Any, without: Callable[[Any, Any, Any], bool] | None = None, *, kinds: Any) -> dict[str, Any]:
-    """The objects of these kinds that `owner`, a loader say, and what is in its attributes hold, by the names that lead there.
+    """The objects of these kinds that `owner`, a loader say, and its attributes hold, by the names that lead there.
 
     The generators of the process are left out. So is what is in closures, in large containers, in a pass that is under way, in
     another object of these kinds, and in the attributes for which `without(object, name, value)` is true.
@@ -282,7 +282,7 @@ def objects_within(owner: Any, without: Callable[[Any, Any, Any], bool] | None =
 
 
 generators_within: Callable[..., dict[str, Generator]] = partial(objects_within, kinds=Generator)
-"""Those of the kind `Generator`."""
+"""The generators that an owner holds; see `objects_within`."""
 
 
 def get_generator_state(generator: Generator) -> Any:

@@ -599,7 +599,7 @@ def _newest(participants: Sequence[_Participant]) -> int:
 
 
 def _unlike(one: _Participant, newest: _Participant) -> str:
-    """What a replica has otherwise than the newest, so that the two could not sum their numbers; empty if nothing."""
+    """A difference between a replica and the newest with which the two could not sum their numbers; empty if there is none."""
     if one.data["num_ranks"] != newest.data["num_ranks"]:
         return (
             f"each replica must have as many ranks as the others, {newest.data['num_ranks']}, got {one.data['num_ranks']}; "
@@ -607,9 +607,9 @@ def _unlike(one: _Participant, newest: _Participant) -> str:
         )
     if one.data["sends"] != newest.data["sends"]:
         return (
-            "handlers that send numbers with each update must be the same on all replicas, "
-            f"{newest.data['sends'] or 'none'}, got {one.data['sends'] or 'none'}; attach them on all replicas or on none "
-            "(Cadence is that of Checkpoint with every_seconds)"
+            "handlers that send numbers with each update must be those of the other replicas "
+            f"({newest.data['sends'] or 'none'}), got {one.data['sends'] or 'none'}; attach them on all replicas or on none "
+            "(Cadence belongs to Checkpoint(every_seconds=...))"
         )
     return ""
 

@@ -267,7 +267,7 @@ class Curriculum:
 
 @pytest.mark.parametrize("has_inner", [False, True])
 def test_a_loader_that_has_set_epoch_is_told_alone(has_inner: bool) -> None:
-    """Also where it is an attribute of the object, and not of its class; and nothing is told that is no loader."""
+    """Also where it is an attribute of the object, and not of its class; and what is not a loader is not told."""
     told: list[int] = []
     loader = Around(shuffled(sampler=None) if has_inner else DATA, curriculum=Curriculum())
     vars(loader)["set_epoch"] = told.append
