@@ -1517,8 +1517,6 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert main(["verify", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("whole") == len(lines)
     newest = tmp_path / lines[-1].split()[0]
-    assert main(["list", str(newest)]) == 0  # alone it is not compared with others
-    assert [lines[-1]] == [f"{line}, latest" for line in capsys.readouterr().out.splitlines()]
     file = newest / "rank-00000.safetensors"
     data = bytearray(file.read_bytes())
     header, numbers = taken_apart(data)
@@ -1550,6 +1548,17 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "empty").mkdir()
     assert main(["list", str(tmp_path / "empty")]) == 0
     assert "no checkpoint in" in capsys.readouterr().out
+
+
+def test_one_checkpoint_is_not_called_the_latest(tmp_path: Path, capsys: Any) -> None:
+    """Others may lie beside it."""
+    saves(tmp_path, every=4, keep=99)
+    assert main(["list", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 1
+    for line in lines:
+        assert main(["list", str(tmp_path / line.split()[0])]) == 0
+        assert capsys.readouterr().out.strip() == line.removesuffix(", latest")
 
 
 @pytest.mark.parametrize("arguments", [[], ["list"], ["consolidate"]], ids=["nothing", "list", "consolidate"])
