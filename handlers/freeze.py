@@ -58,9 +58,8 @@ class Freeze(Handler):
         if isinstance(module, (nn.Parameter, str)) or not isinstance(module, (nn.Module, Iterable)):
             raise TypeError(f"module must be a torch.nn.Module or a list of parameters, got {describe(module)}")
         self._module: Any = module if isinstance(module, nn.Module) else list(module)
-        self._frozen: list[nn.Parameter] = []
-        self._num_trained = 0
-        self._has_dropped = False  # in the latest update
+        self._num_parameters = 0
+        self._frozen: list[nn.Parameter] = []  # in the latest update
 
     def attach(self, trainer: Trainer) -> None:
         """Freezes them in the updates of `trainer`.
@@ -69,25 +68,22 @@ class Freeze(Handler):
             ValueError: none of them is trained, or no other parameter is.
         """
         trained = [parameter for parameter in stepped_parameters(trainer.optimizers) if parameter.requires_grad]
-        # Also those that are trained later: `requires_grad` may be set, or the optimizer get them, while the others are frozen.
-        self._frozen = [*(self._module.parameters() if isinstance(self._module, nn.Module) else self._module)]
-        chosen = {id(parameter) for parameter in self._frozen}
-        self._num_trained = sum(id(parameter) in chosen for parameter in trained)
-        if not self._num_trained:
+        self._num_parameters = sum(one.requires_grad for one in stepped_parameters(trainer.optimizers, self._module))
+        if not self._num_parameters:
             raise ValueError(
                 f"module must have parameters that the optimizer trains, got {describe(self._module)}; pass a module of the "
                 "model in its final form, as it is after fully_shard"
             )
-        if self._num_trained == len(trained):
+        if self._num_parameters == len(trained):
             raise ValueError(
                 "module must leave something that trains, got all parameters of the optimizer; pass a part of the model"
             )
         trainer.moments.before_norm.append(self._drop)
-        trainer.moments.frozen.append(lambda: self._frozen if self._has_dropped else [])
+        trainer.moments.frozen.append(lambda: self._frozen)
 
     def settings(self) -> dict[str, Any]:
         """Also how many parameters it freezes, since a resumed run may have another module frozen."""
-        return {**super().settings(), "num_parameters": self._num_trained}
+        return {**super().settings(), "num_parameters": self._num_parameters}
 
     def is_frozen(self, state: TrainState) -> bool:
         """Whether the parameters stay in the next step."""
@@ -96,9 +92,8 @@ class Freeze(Handler):
         return self.until is None or state.num_steps < self.until
 
     def _drop(self, trainer: Trainer) -> None:
-        self._has_dropped = self.is_frozen(trainer.state)
-        if self._has_dropped:
-            stepped = {id(parameter) for parameter in stepped_parameters(trainer.optimizers)}  # others may be another trainer's
-            for parameter in self._frozen:
-                if id(parameter) in stepped:
-                    parameter.grad = None
+        # Asked in each update, since some may join the optimizer in the run. Others may belong to another trainer.
+        is_frozen = self.is_frozen(trainer.state)
+        self._frozen = stepped_parameters(trainer.optimizers, self._module) if is_frozen else []
+        for parameter in self._frozen:
+            parameter.grad = None

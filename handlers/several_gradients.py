@@ -102,11 +102,7 @@ class SeveralGradients(Handler):
 
     def _shared(self, trainer: Trainer) -> list[nn.Parameter]:
         """The parameters whose gradients are combined; asked again and again, as some may join the optimizer within the run."""
-        stepped = stepped_parameters(trainer.optimizers)
-        if self._chosen is None:
-            return stepped
-        chosen = {id(one) for one in (self._chosen.parameters() if isinstance(self._chosen, nn.Module) else self._chosen)}
-        return [one for one in stepped if id(one) in chosen]
+        return stepped_parameters(trainer.optimizers, self._chosen)
 
     def _begin(self) -> None:
         self._sums, self._of_micro_batch = {}, {}

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from ignite_train.arguments import describe, positive_int
-from ignite_train.internals.of_torch import WRAPPED
+from ignite_train.model.innermost import innermost
 
 __all__ = ["Block", "ModelSummary", "model_summary"]
 
@@ -85,7 +84,7 @@ def model_summary(model: nn.Module, *, depth: int = 1) -> ModelSummary:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {describe(model)}")
     positive_int("depth", depth)
-    model = _inside(model)
+    model = innermost(model)  # a wrapper would be a block around all others
     found: dict[str, Block] = {}
     seen: set[int] = set()
     for name, module in _blocks(model, "", depth):
@@ -98,18 +97,11 @@ def model_summary(model: nn.Module, *, depth: int = 1) -> ModelSummary:
     return ModelSummary(tuple(parts), total)
 
 
-def _inside(module: nn.Module) -> nn.Module:
-    """The module without its wrappers, which would be a block around all others."""
-    children = dict(module.named_children())
-    names = ("module",) if isinstance(module, (DataParallel, DistributedDataParallel)) else WRAPPED
-    return _inside(*children.values()) if [*children] in [[name] for name in names] else module
-
-
 def _blocks(module: nn.Module, prefix: str, depth: int) -> list[tuple[str, nn.Module]]:
     """The modules at that depth, or above it if they have no children, in the order of the model."""
     blocks: list[tuple[str, nn.Module]] = []
     for key, wrapped in module.named_children():
-        child, name = _inside(wrapped), f"{prefix}.{key}" if prefix else key
+        child, name = innermost(wrapped), f"{prefix}.{key}" if prefix else key
         below = _blocks(child, name, depth - 1) if depth > 1 else []
         blocks += below or [(name, child)]
     return blocks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -178,10 +178,21 @@ def parts_as_optimizers(parts: Mapping[str, Any]) -> Optimizer | dict[str, Optim
     return found["optimizer"] if "optimizer" in parts else found
 
 
-def stepped_parameters(parts: Mapping[str, Any]) -> list[nn.Parameter]:
-    """The parameters of the optimizers among the parts of a run, of one optimizer or of several."""
+def stepped_parameters(
+    parts: Mapping[str, Any], within: nn.Module | Iterable[nn.Parameter] | None = None
+) -> list[nn.Parameter]:
+    """The parameters of the optimizers among the parts of a run, of one optimizer or of several.
+
+    Args:
+        parts: the parts of the run.
+        within: a module, or parameters, of which alone they are given; None: all.
+    """
     optimizers = [part for part in parts.values() if isinstance(part, Optimizer)]
-    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+    stepped = [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+    if within is None:
+        return stepped
+    chosen = {id(parameter) for parameter in (within.parameters() if isinstance(within, nn.Module) else within)}
+    return [parameter for parameter in stepped if id(parameter) in chosen]
 
 
 def check_optimizers(model: nn.Module, optimizer: Optimizer | Optimizers, *, closure: bool = False) -> None:

@@ -599,7 +599,7 @@ def _newest(participants: Sequence[_Participant]) -> int:
 
 
 def _unlike(one: _Participant, newest: _Participant) -> str:
-    """A difference between a replica and the newest with which the two could not sum their numbers; empty if there is none."""
+    """Says why a replica and the newest could not sum their numbers; empty if they can."""
     if one.data["num_ranks"] != newest.data["num_ranks"]:
         return (
             f"each replica must have as many ranks as the others, {newest.data['num_ranks']}, got {one.data['num_ranks']}; "

@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ignite_train.arguments import one_of
 from ignite_train.internals.of_distributed import ReplicatedByHooks, reduced_late
-from ignite_train.internals.of_torch import WRAPPED
+from ignite_train.model.innermost import innermost
 from ignite_train.model.memory_layout import gradient_dtype
 from ignite_train.model.reshard import is_sharded
 from ignite_train.ranks import collectives
@@ -236,10 +236,8 @@ def _hooked(model: nn.Module, ddp: DistributedDataParallel, name: ReductionName)
         raise ValueError(
             f"model must have all trainable parameters inside DistributedDataParallel, got {stray[0]!r} outside; {remedy}"
         )
-    outermost = model
-    while [*dict(outermost.named_children())] in [[name] for name in WRAPPED]:  # compiled, say
-        (outermost,) = outermost.children()
-    module = ddp.module if outermost is ddp else model
+    only_wraps = innermost(model) is innermost(ddp.module)  # `ddp` itself, or compiled
+    module = ddp.module if only_wraps else model
     crossing = DDPCrossing(module, ddp)
     if crossing.averaged_over != collectives.world_size():
         raise ValueError(
