@@ -96,7 +96,7 @@ def test_they_are_written_once_and_resume_bitwise(tmp_path: Path) -> None:
 
 
 def test_the_command_goes_through_all_where_their_file_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As where one checkpoint was copied without it: each has its line, with the reason, and the next ones are verified too."""
+    """Each checkpoint has its line, with the reason. A checkpoint that was copied without its file is such a case."""
     build(tmp_path)[0].run(LOADER, max_iters=4)
     for name in frozen_files(tmp_path):
         (tmp_path / name).unlink()

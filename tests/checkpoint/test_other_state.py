@@ -737,7 +737,7 @@ def test_an_option_that_a_schedule_moves_has_not_changed(tmp_path: Path, caplog:
 def test_a_rate_that_a_schedule_starts_from_is_listed_as_the_script_has_written_it(
     lr: float, start: float, change: str, tmp_path: Path, caplog: Any
 ) -> None:
-    """And not as what the schedule has made of it, which is another rate where the run gets longer, say."""
+    """The first rate of a schedule is not listed: it differs where the run gets longer, say."""
 
     def run(updates: int, lr: float, start: float) -> None:
         model = net()
@@ -1373,7 +1373,7 @@ class Raises:
 
 
 class IsInterrupted(Raises):
-    """A handler in whose `state_dict` an error of something else comes once, as that of a worker that has ended does."""
+    """A handler whose `state_dict` is interrupted once by a foreign error, such as the end of a worker."""
 
     asked = 0
 

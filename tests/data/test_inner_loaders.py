@@ -109,7 +109,7 @@ def trained(loader: Any, **limits: int) -> list[float]:
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("around", AROUND)
 def test_what_a_loader_reads_from_is_told_the_epoch(around: str, inner: str, limits: dict[str, int]) -> None:
-    """As if it was the loader of the run: it has another order in each epoch."""
+    """The inner loader has another order in each epoch, as where it is the loader of the run."""
     seen = trained(AROUND[around](INNER[inner]()), **limits)
     assert seen == trained(INNER[inner](), **limits)
     assert seen[:6] != seen[6:12]

@@ -118,7 +118,7 @@ def test_a_sampler_inside_a_batch_sampler_is_told_the_epoch() -> None:
 
 
 class Balanced(BatchSampler):
-    """Batches of its own making, as those of metric learning are, in a class that does not call torch's `__init__`."""
+    """Makes batches of its own, as in metric learning, and does not call torch's `__init__`."""
 
     def __init__(self) -> None:
         self.batches = [[0, 4, 1], [2, 5, 3]]
@@ -131,7 +131,7 @@ class Balanced(BatchSampler):
 
 
 class Weighted(DistributedSampler):  # type: ignore[type-arg]
-    """Indices of its own making, likewise."""
+    """Makes indices of its own, and does not call torch's `__init__`."""
 
     def __init__(self) -> None:
         self.epoch = 0

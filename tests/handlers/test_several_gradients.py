@@ -164,7 +164,7 @@ def test_ranks_are_one_batch(shards: list[list[int]], way: str) -> None:
 
 @pytest.mark.parametrize("chosen", [False, True])
 def test_parameters_that_join_the_optimizer_in_the_run_are_combined(chosen: bool) -> None:
-    """As where the optimizer has had them from the beginning, and they were frozen as long."""
+    """The weights are equal to a run whose optimizer has these parameters from the beginning, frozen as long."""
 
     def train(*, join: bool) -> list[float]:
         model = Heads()

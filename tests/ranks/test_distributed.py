@@ -246,7 +246,7 @@ def test_ranks_may_log_different_names() -> None:
     first, second = run_ranks(different_names)
     assert first == second
     assert first[0] == {"both": 1.0, "zero": 3.0}
-    assert first[1] == first[2] == {"both": 6.0, "late": 5.0}  # as on one rank, a name that nobody has logged is not there
+    assert first[1] == first[2] == {"both": 6.0, "late": 5.0}  # as on one rank, a name that no rank has logged is missing
 
 
 # --- deciding alike ---

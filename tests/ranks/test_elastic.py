@@ -289,7 +289,7 @@ class Counts:
 def test_handlers_of_the_update_that_a_replica_joins_in_are_not_ahead(
     with_members: Callable[[FewMembers], None], caplog: pytest.LogCaptureFixture, given: int
 ) -> None:
-    """What fires before an update has fired where the state comes from, and fires here: it was counted twice."""
+    """Events before an update have fired where the state comes from, and fire here too: handlers counted them twice."""
     events = (Events.STARTED, Events.EPOCH_STARTED, Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED)
     every = (*events, Events.ITERATION_STARTED, Events.ITERATION_COMPLETED)
 
@@ -327,7 +327,7 @@ def test_handlers_of_the_update_that_a_replica_joins_in_are_not_ahead(
 
 
 def test_replicas_that_begin_together_do_the_same_in_started(with_members: Callable[[FewMembers], None]) -> None:
-    """What a handler there sets was undone in all replicas but the first, which trained on other weights."""
+    """Weights that a handler of STARTED sets were put back in all replicas but the first, so that replicas differed."""
 
     def trained(few: FewMembers) -> tuple[Any, int, list[torch.Tensor]]:
         with_members(few)

@@ -57,7 +57,7 @@ from ignite_train.ranks import members
 
 __all__ = ["with_members"]  # a fixture
 ALIKE = {"num_ranks": 1, "sends": ""}
-"""What replicas tell one another that must be the same."""
+"""The entries that replicas tell one another and that must be equal."""
 
 
 def outer(trainer: Any) -> None:

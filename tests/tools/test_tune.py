@@ -188,7 +188,7 @@ def test_a_candidate_that_fails_is_a_row(clock: Clock) -> None:
     ("fails", "last"), [(1, 15), (1, 18), (1, 30), (2, 14)], ids=["windows", "first race", "later race", "a winner"]
 )
 def test_the_fastest_settings_may_not_fail_in_the_search(fails: int, last: int, clock: Clock) -> None:
-    """As with a schedule of a fixed length: it is an error, not a row for each candidate that was measured beside them."""
+    """Their failure, by a schedule of a fixed length say, is an error, and not a row for each candidate beside them."""
     made = count()
 
     def make_trainer(accumulation_steps: int = 1, width: int = 1) -> Trainer:
@@ -500,7 +500,7 @@ def breaking(accumulation_steps: int = 1) -> Trainer:
 @pytest.mark.parametrize("iteration", [2, 5, 8, 17], ids=["first window", "second window", "search", "last window"])
 @pytest.mark.parametrize("call", ["terminate", "terminate_epoch"])
 def test_a_handler_that_ends_an_epoch_or_the_run_is_refused(call: str, iteration: int, clock: Clock) -> None:
-    """As MinLearningRate, TimeLimit and EarlyStopping do: such a window has no time, and must not have that of another one."""
+    """A window that such a handler cuts short has no time, and must not have the time of another window."""
     make_trainer = maker(clock, lambda _: 1.0)
 
     @wraps(make_trainer)
