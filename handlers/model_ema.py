@@ -18,8 +18,8 @@ class ModelEMA(AveragingHandler):
 
     What it averages, and when, stands in `AveragingHandler`.
 
-    A `Checkpoint` saves it once for all ranks, and `python -m ignite_train.checkpoint consolidate DIR --entry ModelEMA` writes
-    the averaged model as a file.
+    A `Checkpoint` saves it once for all ranks, with the buffers of rank 0, and
+    `python -m ignite_train.checkpoint consolidate DIR --entry ModelEMA` writes the averaged model as a file.
 
     Args:
         decay: the weight of the average, in [0, 1), or a function that gives it for the number of the averaging, 1 for the

@@ -17,6 +17,7 @@ from ignite_train.model.random_state import generators_within
 
 __all__ = [
     "DRAWS_NOTHING",
+    "KNOWN",
     "DealtOrder",
     "Pipeline",
     "Seekable",
@@ -27,7 +28,7 @@ __all__ = [
     "length_of",
 ]
 
-_KNOWN = ("torch", "torchdata", "ignite", "ignite_train", "builtins")  # packages whose samplers take orders from generators
+KNOWN = ("torch", "torchdata", "ignite", "ignite_train", "builtins")  # packages whose samplers take orders from generators
 _DRAWN = "order drawn from"
 _MAX_ENTRIES = 100_000  # of a list that is hashed
 
@@ -162,7 +163,7 @@ def attributes_of_samplers(loader: Iterable[Any]) -> dict[str, Any]:
     found = {
         f"{type(sampler).__name__}.{name}": _short(value)
         for sampler in samplers_of(loader)
-        if type(sampler).__module__.partition(".")[0] not in _KNOWN and not isinstance(sampler, HasEpoch)
+        if type(sampler).__module__.partition(".")[0] not in KNOWN and not isinstance(sampler, HasEpoch)
         for name, value in _variables(sampler).items()
     }
     return {name: value for name, value in found.items() if value is not None}

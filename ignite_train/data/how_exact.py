@@ -15,7 +15,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ignite_train.data.description import DRAWS_NOTHING, Pipeline, Seekable, length_of
+from ignite_train.data.description import DRAWS_NOTHING, KNOWN, Pipeline, Seekable, length_of
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.data.samplers import HasEpoch, inner_loaders, samplers_of
 from ignite_train.engine.attachable import Stateful
@@ -45,7 +45,7 @@ def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
             "same data again, as one does that draws nothing at random or is seeded; if it does not, use a ResumableLoader"
         )
     else:
-        note = f"resuming reads the {kind} again up to its position; a ResumableLoader jumps there"
+        note = _note_of_reading(loader)
         if isinstance(loader, DataLoader) and workers and not loader.in_order:
             doubts.append(
                 f"the {kind} has in_order=False: its workers give micro-batches in an order that differs from pass to pass, so "
@@ -111,6 +111,24 @@ def _draws_from_process(loader: DataLoader[Any]) -> bool:
         return False
     fixed: tuple[type, ...] = (HasEpoch, BatchSampler, *DRAWS_NOTHING)
     return any(not isinstance(one, fixed) and not generators_within(one) for one in samplers_of(loader))
+
+
+def _note_of_reading(loader: Iterable[Any]) -> str:
+    note = f"resuming reads the {type(loader).__name__} again up to its position; a ResumableLoader jumps there"
+    if not _may_draw_while_read(loader):
+        return note
+    return (
+        f"{note}; if it draws its order while it is read and remembers what it gave, let it draw from a generator of its own, "
+        "or pass create_trainer(..., seed=), since samples are missed and others used twice otherwise"
+    )
+
+
+def _may_draw_while_read(loader: Iterable[Any]) -> bool:
+    """Whether the loader or a sampler of it is a user's own and may choose the next samples between the draws of forward."""
+    if not isinstance(loader, DataLoader):
+        return not isinstance(loader, HasEpoch)
+    own = (one for one in samplers_of(loader) if _package(one) not in KNOWN and not isinstance(one, HasEpoch))
+    return any(not generators_within(one) for one in own)
 
 
 def _note_of_state(loader: Iterable[Any]) -> str:

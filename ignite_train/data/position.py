@@ -220,7 +220,8 @@ class DataPosition:
         position: dict[str, Any] = {"world_size": self._num_ranks, "generators": self._own_generators()}
         position["description"] = self._description
         if self._seekable is not None:
-            return position | {"samples": self._first_sample + rounds * self._seekable.samples_per_round}
+            samples = self._first_sample + rounds * self._seekable.samples_per_round  # too many where the last group was cut
+            return position | {"samples": min(samples, self._description.get("samples", samples))}
         position |= {"micro_batches": given, "exhausted": self.exhausted and latest, "opening": self._opening}
         if self._stateful is not None:
             state, generators = self._notes[latest]
@@ -243,7 +244,7 @@ class DataPosition:
         if accepted:
             refused, harmless = [], [*refused, *harmless]
         if harmless and collectives.is_main_rank():
-            _logger.warning(f"the data has changed since the checkpoint: {', '.join(harmless)}")
+            _logger.warning(f"the data is not that with which this epoch began: {', '.join(harmless)}")
         found = collectives.gather_objects(refused) if in_epoch and not accepted else []
         reports = [f"{'; '.join(lines):.400} (rank {rank})" for rank, lines in enumerate(found) if lines]
         if reports:

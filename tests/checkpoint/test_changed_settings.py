@@ -154,7 +154,7 @@ def test_a_batch_size_is_told_where_it_moves_no_sample(tmp_path: Path, caplog: A
     build(tmp_path).run(ResumableLoader(samples, batch_size=4, shuffle=True), max_iters=2)
     build(tmp_path).run(ResumableLoader(samples, batch_size=8, shuffle=True), max_epochs=2)
     build(tmp_path).run(ResumableLoader(samples, batch_size=2, shuffle=True), max_epochs=3)
-    lines = [line for line in caplog.messages if "data has changed" in line]
+    lines = [line for line in caplog.messages if "not that with which" in line]
     assert ["batch_size: 4 -> 8" in lines[0], "batch_size: 8 -> 2" in lines[1], len(lines)] == [True, True, 2]
 
 
