@@ -16,13 +16,7 @@ from ignite_train.data.dealing import Dealing
 from ignite_train.data.fetch_thread import FetchThread
 from ignite_train.data.samplers import HasEpoch, ShardedSampler, refuse_other_length
 from ignite_train.data.token_budget_sampler import TokenBudgetSampler
-from ignite_train.model.random_state import (
-    capture_random_state,
-    generators_within,
-    restore_random_state,
-    seed_of,
-    seed_random_state,
-)
+from ignite_train.model.random_state import NUMPY, PYTHON, RandomState, generators_within, seed_of, seed_random_state
 from ignite_train.other_words import answers_other_words
 
 __all__ = ["HasSampleSeed", "ResumableLoader"]
@@ -311,15 +305,15 @@ class _Samples(Dataset[Any]):
                 return [self._fetch(seed_of(self._seed, epoch, index), index) for epoch, index in keys]
         if not self._seed_samples:
             return [self._dataset[index] for _, index in keys]
-        before = capture_random_state(accelerators=False) if get_worker_info() is None else None
+        before = RandomState([], [PYTHON, NUMPY]) if get_worker_info() is None else None
         try:
             return [self._fetch(seed_random_state(self._seed, epoch, index), index) for epoch, index in keys]
         finally:
             if before is not None:
                 try:
-                    restore_random_state(before)
+                    before.restore()
                 except BaseException:  # by Ctrl-C: forward would draw from the generators of a sample
-                    restore_random_state(before)
+                    before.restore()
                     raise
 
     def _fetch(self, seed: int, index: int) -> Any:

@@ -204,7 +204,7 @@ class UpdateGraphs:
 
         None if forward or backward draws random numbers of torch's, or raises an exception.
         """
-        random_state = RandomState(numbers.device, ())
+        random_state = RandomState([numbers.device], [])
         try:
             with torch.compiler.set_stance("force_eager"):
                 gathered = Gathered(*self._gather(micro_batch, numbers))
@@ -493,7 +493,7 @@ class _Graph:
         Raises:
             CannotCompileError: torch cannot compile it for these arguments; nothing has run.
         """
-        random_state = RandomState(self._target, (PYTHON, NUMPY))
+        random_state = RandomState([self._target], [PYTHON, NUMPY])
         try:
             with torch._dynamo.config.patch(_WHILE_COMPILING):
                 returned = self._compiled(*arguments)
@@ -502,7 +502,8 @@ class _Graph:
         except self._refusals as error:
             raise CannotCompileError(_reason(error)) from error
         self._is_new = False
-        self.draws, self.draws_of_torch = self.draws or random_state.has_moved(), random_state.torch_has_moved()
+        self.draws_of_torch = random_state.torch_has_moved()
+        self.draws = self.draws or self.draws_of_torch or bool(random_state.moved())
         return returned
 
 

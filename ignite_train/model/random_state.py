@@ -72,15 +72,14 @@ class RandomState:
 
     Args:
         devices: those of the model.
-        generators: the others; Python's, unless it is said. The state of most takes ten times as long to read as torch's.
+        generators: the others. The state of most takes ten times as long to read as torch's.
     """
 
-    def __init__(self, devices: torch.device | Sequence[torch.device], generators: Sequence[Generator] | None = None) -> None:
-        self._devices = [devices] if isinstance(devices, torch.device) else devices
-        self._generators = [torch.default_generator, *([PYTHON] if generators is None else generators)]
-        self._states = [torch.default_generator.get_state(), *map(get_generator_state, self._generators[1:])]
+    def __init__(self, devices: Sequence[torch.device], generators: Sequence[Generator]) -> None:
+        self._generators = [torch.default_generator, *generators]
+        self._states = [torch.default_generator.get_state(), *map(get_generator_state, generators)]
         self._on_devices: list[tuple[ModuleType, torch.device, Tensor]] = []
-        for device in self._devices:
+        for device in devices:
             if device.type != "cpu":
                 backend = torch.get_device_module(device)
                 self._on_devices.append((backend, device, backend.get_rng_state(device)))
@@ -91,10 +90,6 @@ class RandomState:
             set_generator_state(generator, state)
         for backend, device, state in self._on_devices:
             backend.set_rng_state(state, device)
-
-    def has_moved(self) -> bool:
-        """Whether one of the generators has been drawn from since."""
-        return self.torch_has_moved() or any(one is not torch.default_generator for one in self.moved())
 
     def torch_has_moved(self) -> bool:
         """Whether one of torch's generators, of the CPU or of a device, has been drawn from since."""
@@ -162,11 +157,11 @@ class Draws:
         self._drawn = [*({id(one): one for one in self._drawn} | moved).values()]
 
 
-def capture_random_state(*, accelerators: bool = True) -> dict[str, Any]:
+def capture_random_state() -> dict[str, Any]:
     """The state of each default generator of this process, in plain types."""
     numpys: Any = np.random.get_state(legacy=False)
     states: dict[str, Any] = {"python": random.getstate(), "numpy": numpys, "torch": torch.get_rng_state()}
-    if accelerators and torch.accelerator.is_available():
+    if torch.accelerator.is_available():
         module = torch.get_device_module(torch.accelerator.current_accelerator())
         states["accelerators"] = [module.get_rng_state(index) for index in range(torch.accelerator.device_count())]
     return states
@@ -179,15 +174,13 @@ def check_generators(states: Mapping[str, Any]) -> None:
         ValueError: one of them is not a state of its generator.
     """
     try:
-        _check_numpy_state(states["numpy"])
-        version, internal, gauss = states["python"]
-        random.Random().setstate((version, tuple(internal), gauss))  # noqa: S311
-        np.random.RandomState().set_state(states["numpy"])
-        torch.Generator().set_state(states["torch"])
+        set_generator_state(random.Random(), states["python"])  # noqa: S311
+        set_generator_state(np.random.RandomState(), states["numpy"])
+        set_generator_state(torch.Generator(), states["torch"])
         if "accelerators" in states and torch.accelerator.is_available():
             for state in states["accelerators"][: torch.accelerator.device_count()]:
                 torch.Generator(torch.accelerator.current_accelerator()).set_state(state)
-    except (LookupError, TypeError, RuntimeError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise ValueError(f"the states of the random generators cannot be restored: {error}") from error
 
 
@@ -218,12 +211,10 @@ def kept_random_state(owner: Any) -> Iterator[Mapping[str, Any]]:
     Yields:
         The state of those of the process, for `restore_random_state`.
     """
-    random_state = capture_random_state()
-    generators = [(generator, get_generator_state(generator)) for generator in generators_within(owner).values()]
+    random_state, own = capture_random_state(), RandomState([], [*generators_within(owner).values()])
 
     def put_back() -> None:
-        for generator, state in generators:
-            set_generator_state(generator, state)
+        own.restore()
         restore_random_state(random_state)
 
     try:

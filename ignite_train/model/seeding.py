@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-from ignite_train.model.random_state import RandomState, seed_random_state
+from ignite_train.model.random_state import PYTHON, RandomState, seed_random_state
 
 __all__ = ["Seeding"]
 
@@ -53,7 +53,7 @@ class Seeding:
     def begin(self, update: int) -> None:
         """Keeps the states that the generators have now, until `end`."""
         self._update = update
-        self._before = RandomState(self._target), get_bit_generator()
+        self._before = RandomState([self._target], [PYTHON]), get_bit_generator()
         set_bit_generator(self._numpy)
 
     def micro_batch(self, index: int, evaluation: int = 0) -> None:
@@ -70,7 +70,7 @@ class Seeding:
         if self._before is None:
             yield
             return
-        inside = RandomState(self._target)
+        inside = RandomState([self._target], [PYTHON])
         self.end()
         try:
             yield

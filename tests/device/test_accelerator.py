@@ -470,7 +470,7 @@ def test_a_resumed_run_ends_with_the_same_bits(device: torch.device, tmp_path: P
         Checkpoint(place, every=2).attach(trainer)
         torch.manual_seed(seed)  # the accelerator too
         trainer.run(batches(), **until)
-        generators = [torch.get_rng_state(), *[state for _, _, state in RandomState(device)._on_devices]]
+        generators = [torch.get_rng_state(), *[state for _, _, state in RandomState([device], [])._on_devices]]
         return bit_by_bit([model.state_dict(), optimizer.state_dict(), generators])
 
     whole = run(tmp_path / "whole", seed=3, max_epochs=2)

@@ -691,7 +691,7 @@ class Job:
         lines = [untimed(numbers_in(line)) for line in (self.log / "metrics.jsonl").read_text().splitlines()]
         assert_on(self.device, [self.trainer.state.carried["mean"], self.teacher.state_dict(), self.ema.state_dict()])
         states = state_of(self.model, self.optimizer, self.teacher, self.ema, self.on_host, self.swa, self.outer)
-        generators = [torch.get_rng_state(), *[state for _, _, state in RandomState(self.device)._on_devices]]
+        generators = [torch.get_rng_state(), *[state for _, _, state in RandomState([self.device], [])._on_devices]]
         scores = [untimed(engine.state.metrics) for engine in (self.trainer, self.evaluator, self.averaged)]
         return bit_by_bit([states, generators, self.trainer.state.carried["mean"]]), scores, lines
 
@@ -779,9 +779,12 @@ def test_a_search_for_a_learning_rate(device: torch.device) -> None:
                 accumulation_steps=STEPS,
             )
 
-        finder, before = LearningRateFinder(make_trainer), bit_by_bit([state for *_, state in RandomState(place)._on_devices])
+        finder, before = (
+            LearningRateFinder(make_trainer),
+            bit_by_bit([state for *_, state in RandomState([place], [])._on_devices]),
+        )
         finder.run(batches(), num_iter=40, end_lr=100.0)
-        assert bit_by_bit([state for *_, state in RandomState(place)._on_devices]) == before
+        assert bit_by_bit([state for *_, state in RandomState([place], [])._on_devices]) == before
         return finder.get_results()
 
     assert 10 < len(beside_the_cpu(device, train, rtol=1e-2)["lr"]) < 40
@@ -801,7 +804,7 @@ def test_a_check_of_forward_and_a_search_for_speed(device: torch.device) -> None
         return create_trainer(made, optimizer, forward, accumulation_steps=accumulation_steps)
 
     loader = DataLoader(TensorDataset(*map(torch.cat, zip(*batches(64), strict=True))), 8, shuffle=True)
-    before = bit_by_bit([torch.get_rng_state(), *[state for *_, state in RandomState(device)._on_devices]])
+    before = bit_by_bit([torch.get_rng_state(), *[state for *_, state in RandomState([device], [])._on_devices]])
     found = tune(make_trainer, loader, seconds=0.3, values={"workers": [], "threads": [], "micro_batch": [8, 16]})
-    assert bit_by_bit([torch.get_rng_state(), *[state for *_, state in RandomState(device)._on_devices]]) == before
+    assert bit_by_bit([torch.get_rng_state(), *[state for *_, state in RandomState([device], [])._on_devices]]) == before
     assert found.fastest["micro_batch"] * found.fastest["accumulation_steps"] == 16
