@@ -170,7 +170,7 @@ class StateConsistency(PiggybackHandler):
             raise TypeError(f"model must be a torch.nn.Module, got {model!r:.60} of type {type(model).__name__}")
         self.model = model.module if isinstance(model, DistributedDataParallel) else model
         several = as_optimizers(optimizer)
-        self._optimizers = {"": several} if isinstance(several, Optimizer) else several.named
+        self._optimizers = {"optimizer": several} if isinstance(several, Optimizer) else several.named
         self.optimizer, self.scheduler, self.optimizer_state = optimizer, scheduler, optimizer_state
         buffers = dict(self.model.named_buffers())
         for name in own_buffers:
@@ -287,7 +287,7 @@ class StateConsistency(PiggybackHandler):
                 if not isinstance(module, RunningNorm) and name not in self.own_buffers:
                     yield from _flatten({f"buffer {name}": buffer})
         for called, optimizer in self._optimizers.items():
-            yield from self._state_of(optimizer, f" of {called}" if called else "", names)
+            yield from self._state_of(optimizer, f" of {called}" if len(self._optimizers) > 1 else "", names)
         if self.scheduler is not None:
             yield from _flatten(self.scheduler.state_dict(), "schedule ")
         for name, value in _flatten(trainer.state_dict()["update"]):

@@ -15,7 +15,6 @@ from ignite.engine import Events
 from torch import nn
 
 from ignite_train.arguments import describe, did_you_mean, positive_int
-from ignite_train.model.optimizers import parts_as_optimizers
 from ignite_train.ranks import collectives
 from ignite_train.ranks.wrapping import own_parameters
 from ignite_train.trainer import Trainer
@@ -103,11 +102,10 @@ def _make(trainer: Trainer, name: str, settings: dict[str, Any]) -> tuple[Any, t
         return kinds[name](**settings), ()
     _check_settings(name, settings, ["every", *_settings_of(StateConsistency)])
     every = positive_int("protect['state_consistency']['every']", settings.pop("every", _EVERY))
-    model, optimizer = trainer.model, parts_as_optimizers(trainer.optimizers)
     # Without buffers, which a layer may fill from the data of its rank, and without what an optimizer may divide over the
     # ranks: what differs there and matters moves the parameters apart, and by default there must be no false alarm.
-    usual: dict[str, Any] = {"own_buffers": [buffer for buffer, _ in model.named_buffers()], "optimizer_state": False}
-    handler = StateConsistency(model, optimizer, **(usual | settings))
+    usual: dict[str, Any] = {"own_buffers": [buffer for buffer, _ in trainer.model.named_buffers()], "optimizer_state": False}
+    handler = StateConsistency(trainer.model, trainer.optimizers, **(usual | settings))
     if trainer.config["reduction"] == "local":  # it looks where the replicas are equal, which is rare
         return handler, (Events.ITERATION_COMPLETED,)
     return handler, (Events.ITERATION_COMPLETED(event_filter=_FirstAndEvery(_EARLY, every)),)

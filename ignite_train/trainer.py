@@ -218,8 +218,7 @@ class Trainer(Loop):
     @property
     def optimizers(self) -> Mapping[str, Optimizer]:
         """The optimizers by the names that they were given, or the only one as `"optimizer"`; a trainer keeps those it has."""
-        found = parts_as_optimizers(self.parts)
-        return MappingProxyType({"optimizer": found} if isinstance(found, Optimizer) else found)
+        return MappingProxyType(parts_as_optimizers(self.parts))
 
     if not TYPE_CHECKING:  # or else each attribute would be known
 

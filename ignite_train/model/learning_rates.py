@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,13 +12,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from ignite_train.device.to_host import is_on_host
 from ignite_train.errors import LearningRateError
 from ignite_train.internals.of_torch import version_of
-from ignite_train.model.optimizers import Optimizers
+from ignite_train.model.optimizers import Optimizers, labelled_optimizers
 
 __all__ = ["LearningRates", "refuse_other_optimizer"]
 
 
-def refuse_other_optimizer(parts: Mapping[str, Any], given: Optimizer | LRScheduler) -> None:
-    """Refuses an optimizer, or a scheduler of one, whose rates are not rates of a run with these `parts`.
+def refuse_other_optimizer(optimizers: Mapping[str, Optimizer], given: Optimizer | LRScheduler) -> None:
+    """Refuses an optimizer, or a scheduler of one, whose rates are not rates of a run with these `optimizers`.
 
     It may be one of the optimizers of the run, or share a group with one.
 
@@ -27,9 +26,9 @@ def refuse_other_optimizer(parts: Mapping[str, Any], given: Optimizer | LRSchedu
         ValueError: it is of another run.
     """
     optimizer = given if isinstance(given, Optimizer) else given.optimizer
-    of_the_run = [part for part in parts.values() if isinstance(part, Optimizer)]
-    groups = {id(group) for part in of_the_run for group in part.param_groups}
-    if any(part is optimizer for part in of_the_run) or any(id(group) in groups for group in optimizer.param_groups):
+    of_the_run = optimizers.values()
+    groups = {id(group) for one in of_the_run for group in one.param_groups}
+    if any(one is optimizer for one in of_the_run) or any(id(group) in groups for group in optimizer.param_groups):
         return
     kind = type(optimizer).__name__
     what = f"optimizer must be the trainer's, got another {kind}; pass the one"
@@ -63,11 +62,10 @@ class LearningRates:
 
     def error(self, rates: Sequence[float]) -> LearningRateError:
         """Why there can be no step with `rates`, which are those of the groups: one of them is not finite."""
-        group, rate = next((group, rate) for group, rate in enumerate(rates) if not math.isfinite(rate))
-        if isinstance(self._optimizer, Optimizers):
-            label, group = self._optimizer.place(group)
-            return LearningRateError(group, rate, label)
-        return LearningRateError(group, rate)
+        several = labelled_optimizers(self._optimizer).items()
+        places = [(group, label) for label, one in several for group in range(len(one.param_groups))]
+        (group, label), rate = next((place, rate) for place, rate in zip(places, rates, strict=True) if not math.isfinite(rate))
+        return LearningRateError(group, rate, label)
 
     def may_be_finite(self) -> bool:
         """Whether all rates are finite that the host knows. It does not wait for the device."""
@@ -90,7 +88,7 @@ class LearningRates:
             self._known[index] = rate, version, number
 
     def _number(self, index: int, rate: float | Tensor) -> float:
-        if isinstance(rate, Tensor) and not is_on_host(rate.device) and self._is_known(index, rate):
+        if isinstance(rate, Tensor) and self._is_known(index, rate):
             return self._known[index][2]
         return float(rate)  # sync, on an accelerator
 

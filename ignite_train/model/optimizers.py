@@ -63,14 +63,6 @@ class Optimizers:
         for optimizer in self.named.values():
             optimizer.zero_grad(set_to_none)
 
-    def place(self, group: int) -> tuple[str, int]:
-        """Where an index into `param_groups` leads: what a message calls that optimizer, and the index of the group there."""
-        for name, optimizer in self.named.items():
-            if group < len(optimizer.param_groups):
-                return self.labels[name], group
-            group -= len(optimizer.param_groups)
-        raise IndexError(group)
-
 
 def inner_optimizers(optimizer: Optimizer, *, with_own_state: bool = True, in_containers: bool = True) -> dict[str, Optimizer]:
     """The optimizers in the attributes of another one, also in lists, tuples and dictionaries there.
@@ -172,23 +164,22 @@ def optimizers_as_parts(optimizer: Optimizer | Optimizers) -> dict[str, Optimize
     return {"optimizer": optimizer}
 
 
-def parts_as_optimizers(parts: Mapping[str, Any]) -> Optimizer | dict[str, Optimizer]:
-    """The optimizers among the parts of a run, as `create_trainer` takes them."""
-    found = {name.removeprefix(_FOLDER): part for name, part in parts.items() if isinstance(part, Optimizer)}
-    return found["optimizer"] if "optimizer" in parts else found
+def parts_as_optimizers(parts: Mapping[str, Any]) -> dict[str, Optimizer]:
+    """The optimizers among the parts of a run, by the names that they were given, or the only one as `"optimizer"`."""
+    return {name.removeprefix(_FOLDER): part for name, part in parts.items() if isinstance(part, Optimizer)}
 
 
 def stepped_parameters(
-    parts: Mapping[str, Any], within: nn.Module | Iterable[nn.Parameter] | None = None
+    optimizers: Mapping[str, Optimizer], within: nn.Module | Iterable[nn.Parameter] | None = None
 ) -> list[nn.Parameter]:
-    """The parameters of the optimizers among the parts of a run, of one optimizer or of several.
+    """The parameters of the optimizers of a run, of one optimizer or of several.
 
     Args:
-        parts: the parts of the run.
+        optimizers: `trainer.optimizers`.
         within: a module, or parameters, of which alone they are given; None: all.
     """
-    optimizers = [part for part in parts.values() if isinstance(part, Optimizer)]
-    stepped = [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+    every = optimizers.values()
+    stepped = [parameter for optimizer in every for group in optimizer.param_groups for parameter in group["params"]]
     if within is None:
         return stepped
     chosen = {id(parameter) for parameter in (within.parameters() if isinstance(within, nn.Module) else within)}

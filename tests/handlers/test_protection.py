@@ -271,6 +271,31 @@ def test_an_optimizer_may_divide_its_state_over_the_ranks() -> None:
     assert run_ranks(train_with_divided_state, {"optimizer_state": True}) == [("optimizer own of weight",)] * 2
 
 
+def train_with_an_optimizer_called_optimizer() -> Any:
+    module = cuts.linear()
+    optimizers = {
+        "optimizer": torch.optim.SGD([module.weight], lr=cuts.LEARNING_RATE),
+        "other": torch.optim.SGD([module.bias], lr=cuts.LEARNING_RATE),
+    }
+    protect = {"state_consistency": {"every": 1}}
+    trainer = create_trainer(DistributedDataParallel(module), optimizers, cuts.forward, protect=protect)
+
+    @trainer.on(TrainEvents.STEP_COMPLETED(once=1))
+    def spoil() -> None:
+        optimizers["other"].param_groups[0]["lr"] *= 1 + idist.get_rank()
+
+    with pytest.raises(StateMismatchError) as caught:
+        trainer.run(loader(), max_epochs=1)
+    return caught.value.names
+
+
+@pytest.mark.slow
+def test_each_of_several_optimizers_is_compared_whatever_they_are_called() -> None:
+    """One that is called as the only one would be does not hide the others; the message says which one differs."""
+    expected = ("learning rate of group 0 of other",)
+    assert run_ranks(train_with_an_optimizer_called_optimizer) == [expected] * 2
+
+
 def count_collectives(way: Way) -> list[dict[str, int]]:
     counts = []
     for protect in (False, True):
