@@ -214,7 +214,7 @@ class CompiledGather(Gather):
             self._current = self._graphs[plans]
             self._stepped = [self.passes.model.get_parameter(name) for plan in plans for name in plan.names]
             self._kinds = {(one.device, one.dtype) for one in self._stepped}
-        self.gradients.kinds, self.gradients.count = self._kinds, len(self._stepped)
+        self.gradients.kinds = self._kinds
         if not self.statistics.on_host:
             _prepare_cuda_graphs(tensors, self._num_made, is_first=is_first)
         return self._current, tensors, self._as_tensor(tensors.numbers)

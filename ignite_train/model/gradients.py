@@ -70,8 +70,7 @@ class Gradients:
         optimizer: whose parameters these are; one, or several that are stepped together.
 
     Attributes:
-        kinds: on which devices and in which dtypes they were when their norm was last taken.
-        count: how many there were then.
+        kinds: on which devices and in which dtypes they were when their norm was last taken; empty if there were none.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | Optimizers) -> None:
@@ -81,7 +80,6 @@ class Gradients:
         self._sharded = parameter_groups(model)  # by FSDP2, which keeps whole gradients for itself until it reduces them
         self._mean_factor: float | None = None  # while they may be read: what they are multiplied by to become the mean
         self.kinds: set[tuple[torch.device, torch.dtype]] = set()
-        self.count = 0
         # The gradients that were seen to have memory of their own in this update, with None for a parameter without one.
         self._apart: list[Tensor | None] = []
         self._on_host = _OnHost()
@@ -168,15 +166,13 @@ class Gradients:
 
     def norm(self) -> float | Tensor:
         """L2 norm over all of them, with the loss scale, in float32 or wider; on an accelerator a 0-d tensor, not read."""
-        gradients = self._strided() if self._sparse else self._existing()
-        kinds = _by_kind(gradients)
-        self.kinds, self.count = {*kinds}, len(gradients)
+        kinds = _by_kind(self._strided() if self._sparse else self._existing())
+        self.kinds = {*kinds}
         return _length(kinds, self._on_host)
 
     def note_kinds(self) -> None:
         """Notes what there is, as `norm` does, where the norm was taken of the gradients of several optimizers at once."""
-        gradients = self._existing()
-        self.kinds, self.count = {*_by_kind(gradients)}, len(gradients)
+        self.kinds = {*_by_kind(self._existing())}
 
     def scaled_norm(self) -> float:
         """The same norm for gradients whose squares float32 cannot hold. Takes more time, and waits for the device.
@@ -196,12 +192,11 @@ class Gradients:
         Args:
             copies: how many ranks hold the same part of a gradient, which counts on each of them for its share.
         """
-        self.kinds, self.count = set(), 0
+        self.kinds = set()
         squared: float | Tensor = 0.0
         for replicas, gradients in self._shares(copies).items():
             kinds = _by_kind(gradients)
             self.kinds |= {*kinds}
-            self.count += len(gradients)
             length = _length(kinds, self._on_host)
             squared += length * length / replicas  # a power of floats raises an OverflowError where a product is infinite
         return squared

@@ -159,7 +159,7 @@ class SeveralSteppers:
             clip_coefficients *= len(self.parts)
         for (stepper, gradients), coefficient in zip(self.parts.values(), clip_coefficients, strict=True):
             gradients.note_kinds()
-            if gradients.count:
+            if gradients.kinds:
                 stepper(mean_factor, coefficient)
             else:
                 stepper(1.0, 1.0)  # there is nothing to multiply
