@@ -52,19 +52,17 @@ class FusedKernels:
     Args:
         optimizer: which to step.
         gradients: those of its parameters.
-        tensors: which of the groups' tensors have been looked at.
         said: what has been said in the log, also by the objects of optimizers around this one.
 
     Attributes:
-        tensors: the same.
+        tensors: which of the groups' tensors have been looked at.
         unfused: the groups whose kernel is not used in the step to come. Without any, it need not stand in this context.
     """
 
-    def __init__(self, optimizer: Optimizer, gradients: Gradients, tensors: GroupTensors, said: set[str]) -> None:
-        self._optimizer, self._gradients, self.tensors = optimizer, gradients, tensors
+    def __init__(self, optimizer: Optimizer, gradients: Gradients, said: set[str]) -> None:
+        self._optimizer, self._gradients, self.tensors = optimizer, gradients, GroupTensors(gradients)
         self._avoided: set[int] = set()  # indices of the groups whose kernel is not used any more
         self.unfused: list[dict[str, Any]] = []
-        self._switched_off: list[dict[str, Any]] = []  # while it steps
         self._obstacle: str | None = None
         self._said = said
         for index, group in enumerate(optimizer.param_groups):
@@ -87,15 +85,13 @@ class FusedKernels:
 
     def __enter__(self) -> None:
         """The optimizer steps, in the way that `why_not_fused` has found."""
-        self._switched_off = self.unfused
-        for group in self._switched_off:
+        for group in self.unfused:
             group["fused"] = None
 
     def __exit__(self, *_: object) -> None:
         """The groups have the options again that the user has set."""
-        for group in self._switched_off:
+        for group in self.unfused:
             group["fused"] = True
-        self._switched_off = []
 
     def look(self) -> None:
         """Looks at what the next step is about, without a question for the reason."""
@@ -125,7 +121,7 @@ class FusedKernels:
         self._obstacle = self._obstacle or why
 
     def _check_kernel(self, index: int, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> None:
-        kind = next((kind for kind in (Adagrad, Adam, SGD) if isinstance(self._optimizer, kind)), None)
+        kind = next((kind for kind in _TRIALS if isinstance(self._optimizer, kind)), None)
         if kind is None:
             return
         for mesh in {p.device_mesh for p in parameters if isinstance(p, DTensor)}:

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from ignite_train.model.fused_kernels import FusedKernels
 from ignite_train.model.gradients import Gradients
-from ignite_train.model.group_tensors import GroupTensors
 from ignite_train.model.in_full import in_full
 from ignite_train.model.optimizers import each_optimizer
 from ignite_train.model.step_watch import StepWatch
@@ -65,10 +64,10 @@ class OneStepper:
         self.optimizer, self.gradients, self.watch = optimizer, gradients, watch
         self._watched = watch.stepping(optimizer)
         said = set[str]()
-        self.kernels = FusedKernels(optimizer, gradients, GroupTensors(gradients), said)
+        self.kernels = FusedKernels(optimizer, gradients, said)
         # The optimizers inside it, as SAM has one, step with kernels of their own.
         _itself, *inner = each_optimizer(optimizer, with_own_state=False)
-        self.inner = [FusedKernels(one, gradients, GroupTensors(gradients), said) for one in inner]
+        self.inner = [FusedKernels(one, gradients, said) for one in inner]
 
     def __call__(self, mean_factor: float, *clip_coefficients: float) -> None:
         """See `Stepper`."""

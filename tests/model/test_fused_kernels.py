@@ -20,7 +20,7 @@ from ignite_train import TrainEvents, create_trainer
 from ignite_train.model import fused_kernels
 from ignite_train.model.fused_kernels import FusedKernels, is_kernel_right
 from ignite_train.model.gradients import Gradients
-from ignite_train.model.group_tensors import GroupTensors, gather
+from ignite_train.model.group_tensors import gather
 from ranks import run_ranks
 from textbook import Textbook
 
@@ -219,8 +219,7 @@ def test_tensors_that_stay_are_looked_at_once() -> None:
     model = nn.Linear(3, 2)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     gradients = Gradients(model, optimizer)
-    tensors = GroupTensors(gradients)
-    kernels, looks = FusedKernels(optimizer, gradients, tensors, set()), []
+    kernels, looks = FusedKernels(optimizer, gradients, set()), []
     for _ in range(5):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -228,7 +227,7 @@ def test_tensors_that_stay_are_looked_at_once() -> None:
         assert kernels.why_not_fused(gather(optimizer)) is None
         with kernels:
             optimizer.step()
-        looks.append(tensors.num_looks)
+        looks.append(kernels.tensors.num_looks)
     assert looks == [1, 2, 2, 2, 2]
 
 
