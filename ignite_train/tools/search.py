@@ -101,7 +101,7 @@ class Search:
         rows: what was measured, in order.
         fastest: the fastest settings so far.
         num_unmeasured: candidates that were left out because the time was over.
-        last_race: of the present and the fastest settings, at the end; None if they are the same.
+        last_race: of the present and the fastest settings, at the end; None if the fastest are the present ones.
     """
 
     def __init__(self, build: Callable[[Settings], Any], present: Settings, is_over: Callable[[], bool]) -> None:
@@ -165,13 +165,15 @@ class Search:
         try:
             self._open.append(self._build(self._present))
             best, present = self._open
-            self.last_race = found = race(present.seconds, best.seconds, rounds=_LAST_ROUNDS, ends_early=False)
+            found = race(present.seconds, best.seconds, rounds=_LAST_ROUNDS, ends_early=False)
         except TrialError as error:
             self.rows.append(Measured(self.fastest, None, 0.0, 0.0, None, f"not measured once more: {error}"))
             self.fastest = self._present
             return
         self._note(best, found.after, median(found.ratios), f"once more, beside the present settings: {found.outcome}")
-        if found.outcome != "faster":
+        if found.outcome == "faster":
+            self.last_race = found
+        else:
             self.fastest = self._present
 
     def _note(self, trial: Any, seconds: list[float], ratio: float, outcome: str) -> None:

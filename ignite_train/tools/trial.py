@@ -61,21 +61,20 @@ class TrialSamples:
     """
 
     def __init__(self, loader: Iterable[Any], updates: int, steps_name: str | None, settings: Mapping[str, Any]) -> None:
-        self.updates, self._loader, self._steps_name = updates, loader, steps_name
+        self.updates, self._steps_name = updates, steps_name
         self.micro_batch: int | None = None
         self.workers: int | None = None
         self.why_fixed: dict[str, str] = {}
         if steps_name is None:
             self.why_fixed["micro_batch"] = "make_trainer has no parameter accumulation_steps"
         steps, kind = self.accumulation_steps(settings), type(loader).__name__
-        self._is_cut_again = True
+        self._source: DataLoader[Any] | None = None  # from which the samples are loaded again
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-            self._is_cut_again = False
             self._given = _first(_fetch(loader, min(updates, _MOST_FETCHED) * steps), steps * updates)
             self.why_fixed["micro_batch"] = f"what a {kind} without an order of indices gives cannot be cut otherwise"
             self.why_fixed["workers"] = "the micro-batches were fetched beforehand, so that no figure contains loading"
             return
-        self.workers, self.micro_batch = loader.num_workers, loader.batch_size
+        self._source, self.workers, self.micro_batch = loader, loader.num_workers, loader.batch_size
         if isinstance(loader, ResumableLoader) and loader.fetches_in_thread:
             self.workers = None
             self.why_fixed["workers"] = "fetch_in_thread=True takes their place; the figures are without that thread"
@@ -106,8 +105,8 @@ class TrialSamples:
 
     def loader(self, settings: Settings) -> Iterable[Any]:
         """All samples in the micro-batches of `settings`; a pass over it can be made any number of times."""
-        loader, given = self._loader, self._given
-        if not isinstance(loader, DataLoader) or not self._is_cut_again:
+        loader, given = self._source, self._given
+        if loader is None:
             return given
         size, workers = settings["micro_batch"], settings["workers"] or 0
         batches = given if size is None else [given[at : at + size] for at in range(0, len(given), size)]

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -112,11 +113,11 @@ def tune(
             changes = changed_settings(search.fastest, trials.present)
             which = f"settings {label(changes)}" if changes else "present settings"
             raise RuntimeError(f"the {which} cannot be measured: {error}") from error
-    found = search.last_race if search.fastest != trials.present else None
+    found = search.last_race
     return Tuned(
         present=trials.present,
         fastest=search.fastest,
-        gain=1.0 if found is None else sorted(found.ratios)[len(found.ratios) // 2],
+        gain=1.0 if found is None else median(found.ratios),
         gain_quartiles=(1.0, 1.0) if found is None else found.quartiles,
         line=_line(changed_settings(search.fastest, trials.present), type(loader).__name__),
         rows=tuple(search.rows),
