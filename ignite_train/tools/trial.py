@@ -26,7 +26,7 @@ from ignite_train.tools.tuned import Settings
 from ignite_train.trainer import Trainer
 from ignite_train.update.new_trainer import new_trainer
 
-__all__ = ["Trial", "TrialError", "TrialSamples"]
+__all__ = ["Trial", "TrialError", "TrialSamples", "set_threads"]
 
 _SILENT = logging.Logger("ignite_train.tools", level=logging.CRITICAL + 1)  # it has no parent
 _WORDS = 300  # of an error, in a table
@@ -124,6 +124,12 @@ class TrialSamples:
             prefetch_factor=loader.prefetch_factor if workers else None,
             persistent_workers=workers > 0,
         )
+
+
+def set_threads(number: int) -> None:
+    """Sets the number of torch's threads, if it is another one."""
+    if torch.get_num_threads() != number:
+        torch.set_num_threads(number)
 
 
 def _first(values: Iterable[Any], number: int) -> list[Any]:
@@ -228,7 +234,7 @@ class Trial:
         before = torch.cuda.memory_allocated() if on_cuda else 0
         if arguments.get("compile"):
             torch.compiler.reset()  # so that the graphs of another candidate do not count towards torch's limit
-        torch.set_num_threads(self.settings["threads"])
+        set_threads(self.settings["threads"])
         self.trainer = trainer = new_trainer(make_trainer, **arguments)
         samples.check(trainer, self.settings)
         self._loader = samples.loader(self.settings)
@@ -242,8 +248,7 @@ class Trial:
 
     def _window(self) -> float:
         assert self.trainer is not None  # noqa: S101  # it is not closed
-        if torch.get_num_threads() != self.settings["threads"]:
-            torch.set_num_threads(self.settings["threads"])
+        set_threads(self.settings["threads"])
         self._count = self._measured = 0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

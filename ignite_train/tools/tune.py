@@ -20,7 +20,7 @@ from ignite_train.model.random_state import kept_random_state, restore_random_st
 from ignite_train.model.reshard import is_sharded
 from ignite_train.ranks import collectives
 from ignite_train.tools.search import Dimension, Search
-from ignite_train.tools.trial import Trial, TrialError, TrialSamples
+from ignite_train.tools.trial import Trial, TrialError, TrialSamples, set_threads
 from ignite_train.tools.tuned import Settings, Tuned, changed_settings, label
 from ignite_train.trainer import Trainer
 
@@ -101,7 +101,7 @@ def tune(
     arguments, started = _defaults(make_trainer), perf_counter()
     seconds = real_number("seconds", seconds, above=0)
     with ExitStack() as at_end:
-        at_end.callback(_set_threads, torch.get_num_threads())
+        at_end.callback(set_threads, torch.get_num_threads())
         random_state = at_end.enter_context(kept_random_state(loader))
         trials = _Trials(make_trainer, arguments, loader, random_state)
         chosen, left_alone = trials.dimensions({} if values is None else values)
@@ -347,8 +347,3 @@ def _powers() -> tuple[int, ...]:
     """Powers of 2 up to the processors that this process may use, and their number."""
     number = len(os.sched_getaffinity(0)) if "sched_getaffinity" in dir(os) else os.cpu_count() or 1
     return tuple(dict.fromkeys([*(1 << exponent for exponent in range(number.bit_length())), number]))
-
-
-def _set_threads(number: int) -> None:
-    if torch.get_num_threads() != number:
-        torch.set_num_threads(number)
