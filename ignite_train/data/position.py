@@ -123,18 +123,13 @@ class DataPosition:
         self._compare(saved, in_epoch=skip > 0)
         if skip:
             self._generators_before = generators = capture_random_state()
-            self._go_to(saved)  # may draw only where the loader has a state: then its own generators alone are kept, below
+            self._go_to(saved)  # may draw only where the loader has a state, which is saved with its opening
         else:
             self._go_to_the_start(saved)
             generators = capture_random_state()
-        self._warn_of_changed_samplers(saved["opening"] if self.reads_past and "opening" in saved else saved)
-        before = {**generators, "own": self._own_generators(), "samplers": attributes_of_samplers(self._loader)}
+        self._warn_of_changed_samplers((self.reads_past and self._opening) or saved)
         if not self._opening:
-            self._opening = before
-        if self.reads_past and "opening" in saved:
-            restore_random_state(saved["opening"])
-            self._set_own_generators(saved["opening"]["own"])
-            self._opening = saved["opening"]
+            self._opening = {**generators, "own": self._own_generators(), "samplers": attributes_of_samplers(self._loader)}
 
     def open(self) -> Iterator[Any]:
         """Begins the pass at the position that `find` has prepared; it gives nothing where nothing is left."""
@@ -286,10 +281,11 @@ class DataPosition:
                 f"middle of an epoch with {self._num_ranks} ranks after {saved['world_size']}, got a "
                 f"{type(self._loader).__name__}; or resume from a checkpoint of the end of an epoch"
             )
-        if self._stateful is not None and self._has_state_of_same_kind(saved):
-            self._opening = dict(saved["opening"])
+        if "opening" in saved:
+            self._opening = saved["opening"]
             restore_random_state(self._opening)
-            self._set_own_generators(self._opening["own"])  # its sampler may be opened again and read past
+            self._set_own_generators(self._opening["own"])
+        if self._stateful is not None and self._has_state_of_same_kind(saved):  # its sampler may be read past all the same
             self.has_restored = True
             self._notes, self._own_after = [(saved["loader"], None)] * 2, saved["generators"]
             self.at_end = saved["exhausted"]
