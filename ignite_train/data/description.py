@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from ignite_train.data.dealing import Dealing
+from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.data.samplers import HasEpoch, ShardedSampler, cuts_batches, samplers_of
+from ignite_train.data.token_budget_sampler import TokenBudgetSampler
 from ignite_train.model.random_state import generators_within
 
 __all__ = [
@@ -50,24 +51,7 @@ class Pipeline(Protocol):
     restart_on_stop_iteration: bool
 
 
-@runtime_checkable
-class _Samples(Protocol):
-    """A dataset in a `ResumableLoader`."""
-
-    dataset: Any
-    seeds_generators: bool
-
-
 DRAWS_NOTHING = (SequentialSampler, ShardedSampler, DistributedSampler, list, tuple, range)  # of samplers
-
-
-@runtime_checkable
-class _Dealt(Protocol):
-    """A sampler that deals an order out to the ranks, of samples or of batches, and says what the order depends on."""
-
-    dealing: Dealing
-
-    def describe(self) -> dict[str, Any]: ...
 
 
 def length_of(loader: Any) -> int | None:
@@ -105,19 +89,24 @@ class DealtOrder(NamedTuple):
 
 def dealt_order(loader: Iterable[Any] | None) -> DealtOrder | None:
     """The order of a loader with `ShardedSampler` or `TokenBudgetSampler`; None of any other, whose ranks may differ."""
-    if not isinstance(loader, DataLoader):
+    if not isinstance(loader, DataLoader) or (sampler := _dealt_by(loader)) is None:
         return None
-    for sampler in samplers_of(loader):
-        if isinstance(sampler, _Dealt):
-            settings = sampler.describe() | {"drop_last": describe_data(loader).get("drop_last")}
-            return DealtOrder(sampler.dealing.ranks, settings | _indices_of_subsets(loader))
-    return None
+    settings = sampler.describe() | {"drop_last": describe_data(loader).get("drop_last")}
+    return DealtOrder(sampler.dealing.ranks, settings | _indices_of_subsets(loader))
+
+
+def _dealt_by(loader: DataLoader[Any]) -> ShardedSampler | TokenBudgetSampler | None:
+    """The sampler that deals the samples of a loader, or its batches, out to the ranks."""
+    if isinstance(loader, ResumableLoader):
+        return loader.order
+    return next((one for one in samplers_of(loader) if isinstance(one, (ShardedSampler, TokenBudgetSampler))), None)
 
 
 def _indices_of_subsets(loader: DataLoader[Any]) -> dict[str, str]:
     """The samples that `torch.utils.data.Subset` chooses, shortened: ranks may not deal out different halves of a split."""
-    found, dataset = list[str](), loader.dataset
-    if isinstance(loader, Seekable) and isinstance(dataset, _Samples):
+    found = list[str]()
+    dataset: Any = loader.dataset
+    if isinstance(loader, ResumableLoader):
         dataset = dataset.dataset
     while isinstance(dataset, Subset):
         indices: Any = dataset.indices
@@ -208,8 +197,8 @@ def _describe_batches(loader: DataLoader[Any]) -> dict[str, Any]:
     if loader.batch_size is None and loader.batch_sampler is not None:
         batch_sampler: Any = loader.batch_sampler
         described["batch_sampler"] = type(batch_sampler).__name__
-        if isinstance(batch_sampler, _Dealt):
-            return described | batch_sampler.describe()
+        if isinstance(dealt_by := _dealt_by(loader), TokenBudgetSampler):
+            return described | dealt_by.describe()
         if not cuts_batches(batch_sampler):
             return described
         sampler = batch_sampler.sampler

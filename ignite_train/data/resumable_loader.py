@@ -63,6 +63,9 @@ class ResumableLoader(DataLoader[Any]):
         options: `num_workers`, `collate_fn`, `pin_memory` and other options of a DataLoader, except those about order. With
             `fetch_in_thread` `prefetch_factor` is how many micro-batches are read ahead at most; 2 by default.
 
+    Attributes:
+        order: the sampler that deals samples or batches out to the ranks.
+
     Raises:
         ValueError: one of `options` is about order or seeds, or `batches` is of another number of samples; or
             `fetch_in_thread` is asked for with worker processes, without `seed_samples`, or with a dataset that has generators
@@ -108,18 +111,18 @@ class ResumableLoader(DataLoader[Any]):
             refused.append("in_order")
         if refused:
             raise ValueError(f"{refused[0]} must be left out of a ResumableLoader, which chooses order and seeds by itself")
-        self._order: ShardedSampler | TokenBudgetSampler
+        self.order: ShardedSampler | TokenBudgetSampler
         if batches is None:
             if not isinstance(shuffle, bool):
                 raise TypeError(
                     f"shuffle must be given, as True or False, got {describe(shuffle)}; or pass batches=TokenBudgetSampler(...)"
                 )
-            self._order = sampler = _KeySampler(dataset, shuffle=shuffle, seed=seed, mesh=mesh)
+            self.order = sampler = _KeySampler(dataset, shuffle=shuffle, seed=seed, mesh=mesh)
             options |= {"batch_size": positive_int("batch_size", batch_size), "sampler": sampler, "drop_last": drop_last}
         else:
             given = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last or None, "mesh": mesh}
             _check_batches(batches, dataset, **given)
-            self._order, options["batch_sampler"] = batches, _KeyBatches(batches)
+            self.order, options["batch_sampler"] = batches, _KeyBatches(batches)
         self._ahead = 0
         if fetch_in_thread:
             given = options.pop("prefetch_factor", None)
@@ -133,10 +136,10 @@ class ResumableLoader(DataLoader[Any]):
         self._seed = whole_number("seed", seed)
 
     def __repr__(self) -> str:
-        if isinstance(self._order, TokenBudgetSampler):
-            return f"{type(self).__name__}(batches={self._order!r}, seed={self._seed})"
-        samples = f"{self._order.describe()['samples']} samples, batch_size={self.batch_size}"
-        return f"{type(self).__name__}({samples}, shuffle={self._order.describe()['shuffle']}, seed={self._seed})"
+        if isinstance(self.order, TokenBudgetSampler):
+            return f"{type(self).__name__}(batches={self.order!r}, seed={self._seed})"
+        samples = f"{self.order.describe()['samples']} samples, batch_size={self.batch_size}"
+        return f"{type(self).__name__}({samples}, shuffle={self.order.describe()['shuffle']}, seed={self._seed})"
 
     @property
     def fetches_in_thread(self) -> bool:
@@ -151,25 +154,25 @@ class ResumableLoader(DataLoader[Any]):
     @property
     def samples_per_round(self) -> int:
         """Samples in one micro-batch of each rank; with `batches` the place is counted in these, and it is one of each rank."""
-        return int(self.batch_size or 1) * self._order.dealing.size
+        return int(self.batch_size or 1) * self.order.dealing.size
 
     def seek(self, samples: int) -> None:
         """Lets the next pass start after `samples` samples, counted over all ranks; `len()` then counts what is left.
 
         With `batches` it is so many batches.
         """
-        self._order.seek(samples)
+        self.order.seek(samples)
 
     def deal_by(self, dealing: Dealing) -> None:
         """Has the next passes deal samples to others than the ranks; a trainer whose replicas come and go calls it."""
-        self._order.dealing = dealing
+        self.order.dealing = dealing
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next pass; a trainer calls it."""
-        self._order.set_epoch(epoch)
+        self.order.set_epoch(epoch)
 
     def __iter__(self) -> Any:
-        refuse_other_length(len(self.dataset), self._order.describe()["samples"])  # type: ignore[arg-type]
+        refuse_other_length(len(self.dataset), self.order.describe()["samples"])  # type: ignore[arg-type]
         self.generator.manual_seed(self._seed % 2**64)
         if not self._ahead:
             return super().__iter__()
@@ -235,15 +238,6 @@ class _KeyBatches(Sampler[list[tuple[int, int]]]):
 
     def __init__(self, batches: TokenBudgetSampler) -> None:
         self._batches = batches
-
-    @property
-    def dealing(self) -> Dealing:
-        """To whom they are dealt."""
-        return self._batches.dealing
-
-    def describe(self) -> dict[str, Any]:
-        """The facts that the order depends on, in plain types."""
-        return self._batches.describe()
 
     def __len__(self) -> int:
         return len(self._batches)
