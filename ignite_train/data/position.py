@@ -89,50 +89,46 @@ class DataPosition:
         self._notes: list[tuple[Any, dict[str, Any] | None]] = [(None, None), (None, None)]
         self.is_stateful, self.exhausted, self.may_break = self._stateful is not None, False, False
         self._own_after: Any = {}  # its own generators once the position is found
-        self._generators_before: dict[str, Any] | None = None
+        self._before: dict[str, Any] = {}  # all generators, before any of this
         self._pass: object = None  # see `_pass_of`
         self._pass_before: object = None  # the same, before this one was opened
         self.at_end = self.jumps = False
         self.reads_past = self.has_restored = False  # the latter: the loader's own state was put back within a pass
 
     @contextmanager
-    def opening(self) -> Iterator[None]:
-        """In it the pass is opened: after an error the random generators are as before, and the next run draws the same."""
-        before = {**capture_random_state(), "own": self._own_generators()}
-        try:
-            yield
-        except BaseException:
-            self._put_back(before)
-            raise
+    def opening(self, saved: Mapping[str, Any], skip: int) -> Iterator[None]:
+        """A `with` for opening a pass that begins after the `skip` groups after which `saved` was written. Collective.
 
-    def find(self, saved: Mapping[str, Any], skip: int) -> None:
-        """Prepares the loader for a pass that begins after the `skip` groups after which `saved` was written. Collective.
-
-        Afterwards `reads_past` says whether these groups must still be read, `jumps` whether `len()` counts only what is left,
-        and `at_end` whether the loader has nothing left for this pass.
+        In it `reads_past` says whether these groups must still be read, `jumps` whether `len()` counts only what is left, and
+        `at_end` whether the loader has nothing left for this pass. After an error the random generators are as before, and the
+        next run draws the same.
 
         Raises:
             ValueError: another number of ranks wrote it and the loader cannot seek; or it is another loader, so that samples
                 would be missed or used twice.
             CheckpointError: it cannot be the place in this loader.
         """
-        with self._refusing() if saved else nullcontext():
-            self._find(saved, skip)
+        self._before = {**capture_random_state(), "own": self._own_generators()}
+        try:
+            with self._refusing() if saved else nullcontext():
+                self._find(saved, skip)
+            yield
+        except BaseException:
+            self._put_back(self._before)
+            raise
 
     def _find(self, saved: Mapping[str, Any], skip: int) -> None:
         self._compare(saved, in_epoch=skip > 0)
         if skip:
-            self._generators_before = generators = capture_random_state()
-            self._go_to(saved)  # may draw only where the loader has a state, which is saved with its opening
+            self._go_to(saved)
         else:
             self._go_to_the_start(saved)
-            generators = capture_random_state()
         self._warn_of_changed_samplers((self.reads_past and self._opening) or saved)
         if not self._opening:
-            self._opening = {**generators, "own": self._own_generators(), "samplers": attributes_of_samplers(self._loader)}
+            self._opening = {**self._before, "own": self._own_generators(), "samplers": attributes_of_samplers(self._loader)}
 
     def open(self) -> Iterator[Any]:
-        """Begins the pass at the position that `find` has prepared; it gives nothing where nothing is left."""
+        """Begins the pass at the position that was found; it gives nothing where nothing is left."""
         self._pass_before = _pass_of(self._loader)
         if self.at_end:
             return iter(())
@@ -144,9 +140,8 @@ class DataPosition:
         now = _pass_of(self._loader)
         self._pass = None if now is self._pass_before else now  # a generator opens its pass when it is read
         self.may_break = self._pass is not None
-        if self._generators_before is not None:
-            in_full(partial(restore_random_state, self._generators_before))
-            self._generators_before = None
+        if self.jumps or self.has_restored or self.reads_past:
+            in_full(partial(restore_random_state, self._before))
         draws_itself = isinstance(self._loader, Pipeline) and not self.at_end  # to find its place, in a thread perhaps
         own = generators_within(self._loader, _is_opened_again) if draws_itself else self._find_own_generators()
         with self._refusing():
@@ -313,12 +308,11 @@ class DataPosition:
         # A pass was open, and nothing of it done.
         has_begun = saved.get("micro_batches") == 0 and not saved["exhausted"] and bool(saved["opening"])
         if self._stateful is not None and same_ranks and self._has_state_of_same_kind(saved):
-            before = capture_random_state()
             if has_begun:
                 self._stateful.load_state_dict(copy.deepcopy(saved["loader"]))
             else:
                 self._go_past(saved["loader"])
-            restore_random_state(before)
+            restore_random_state(self._before)
         elif self._stateful is not None and saved.get("loader") is not None and not same_ranks and collectives.is_main_rank():
             _logger.warning(
                 f"the {type(self._loader).__name__} begins at the start of its data, because {saved['world_size']} ranks have "

@@ -84,7 +84,7 @@ OPENED_BY = (
     RunData.open,
     MicroBatchPass.begin,
     MicroBatchPass._read_past,
-    DataPosition.find,
+    DataPosition.opening,
     DataPosition._find,
     DataPosition.open,
     DataPosition.found,
