@@ -65,14 +65,12 @@ class MicroBatchGrouping:
         dealing: Dealing | None = None,
     ) -> None:
         one_of("uneven", uneven, POLICIES)
-        self._counts_in_step = is_sharded or uneven == "replay"  # the ranks must run forward equally often
         self.rules = PassRules(
             dealing=Dealing() if dealing is None else dealing,
             uneven=uneven,
             drops_last_group=drops_last_group,
             lends=is_sharded,
             none_is_empty=none_is_empty,
-            arrives=not (self._counts_in_step or drops_last_group or none_is_empty),
         )
         if none_is_empty and synchronised_norm is not None and uneven != "replay" and collectives.world_size() > 1:
             raise ValueError(
@@ -128,10 +126,6 @@ class MicroBatchGrouping:
             _deal_again_by(loader, self.rules.dealing)
         lengths = self.rules.dealing.lengths(lambda: length_of(loader))
         return self.rules.count_updates(lengths, self._sizes(epoch, first_update))
-
-    def max_micro_batches_of(self, group: list[Any]) -> int | None:
-        """Of a group that comes from no loader: as many as this rank has; None where ranks that differ need placeholders."""
-        return None if self._counts_in_step else len(group)
 
     def _check_in_step(self, name: str, lengths: list[int]) -> None:
         """Raises, or warns once if the lengths are not known.

@@ -45,7 +45,6 @@ class PassRules:
         drops_last_group: the last group of an epoch is left out if no rank has a whole one.
         lends: a rank with fewer micro-batches than others is lent theirs.
         none_is_empty: a None keeps its place in the group and is left out of what the group gives; else it is an error.
-        arrives: a group may be given while its later micro-batches are still prepared.
     """
 
     dealing: Dealing
@@ -53,7 +52,11 @@ class PassRules:
     drops_last_group: bool = False
     lends: bool = False
     none_is_empty: bool = False
-    arrives: bool = True
+
+    @property
+    def counts_in_step(self) -> bool:
+        """Whether the ranks must run forward equally often in each update."""
+        return self.lends or self.uneven == "replay"
 
     def count_updates(self, lengths: Sequence[int], sizes: GroupSizes, done: int = 0) -> int | None:
         """Updates of an epoch after which no rank has a group, or with `"shortest"` some rank; None if a length is unknown.
@@ -178,6 +181,7 @@ class MicroBatchPass:
             if rules.uneven == "shortest":
                 usable = [min(usable)] * len(usable)
         fills_up = rules.dealing.size > 1
+        needs_whole = rules.counts_in_step or rules.drops_last_group or rules.none_is_empty
         looks_ahead = fills_up and self.length is None
         return _Plan(
             own_length=None if own is None else own - done,
@@ -187,7 +191,7 @@ class MicroBatchPass:
             rank=rules.dealing.rank,
             fills_up=fills_up,
             looks_ahead=looks_ahead,
-            arrives=rules.arrives and _reads_ahead(loader) and not looks_ahead,
+            arrives=_reads_ahead(loader) and not (needs_whole or looks_ahead),
             may_be_rewritten=not _gives_each_once(loader),
             drops_last_group=rules.drops_last_group and not isinstance(loader, Stream),
         )

@@ -274,9 +274,10 @@ class RunData(Batches):
         return self.batch(state.batch)
 
     def given(self, group: list[Any]) -> list[Any]:
-        """A group that `update` was given, without entries that are None. On some trainers collective."""
-        self.max_micro_batches = self.grouping.max_micro_batches_of(group)
-        if self.grouping.rules.none_is_empty:
+        """A group that `update` was given, without entries that are None."""
+        rules = self.grouping.rules
+        self.max_micro_batches = None if rules.counts_in_step else len(group)  # then the ranks agree on it
+        if rules.none_is_empty:
             group = [micro_batch for micro_batch in group if micro_batch is not None]
         self._fetched, state, progress = group, self._state, self._progress
         progress.micro_batches_before, progress.record_before = state.num_micro_batches, (state.update_output, state.output)
