@@ -121,10 +121,7 @@ class TokenBudgetSampler(DealtSampler[list[int]]):
         return f"{type(self).__name__}({batches}, shuffle={self._shuffle}, seed={self._seed}, {rank})"
 
     def __iter__(self) -> Iterator[list[int]]:
-        yield from self._batches(self.begin_pass(), self.epoch)
-
-    def _batches(self, positions: range, epoch: int) -> Iterator[list[int]]:
-        """The batches at these positions of the epoch. What comes before them is not computed."""
+        positions, epoch = self.begin_pass(), self.epoch  # what comes before them is not computed
         order = self._order(self.num_batches, epoch, part=0)
         orders: dict[int, Order] = {}  # of the samples of each bucket that was needed so far
         for position in positions:
