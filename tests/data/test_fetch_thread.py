@@ -46,7 +46,9 @@ SECONDS = 200  # after which something that should happen has not
 
 
 def reading_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == FetchThread.__name__]
+    """Those that run: Python also lists a thread whose start another test has interrupted by Ctrl-C."""
+    running = filter(threading.Thread.is_alive, threading.enumerate())
+    return [thread for thread in running if thread.name == FetchThread.__name__]
 
 
 def ended(thread: threading.Thread) -> bool:
