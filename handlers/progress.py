@@ -240,16 +240,16 @@ class ProgressLog(Handler):
     def _postfix(self, trainer: Trainer, now: float, room: float) -> str:
         """The text behind the bar, cut to `room` columns."""
         state, metrics = trainer.state, self._metrics(trainer)
-        speed = metrics.get("updates_per_second", (state.iteration - self._begin) / max(now - self._started, 1e-9))
+        done, seconds = max(state.iteration - self._begin, 1), max(now - self._started, 1e-9)
         losses = [name for name in ("loss", *sorted(self._shown.losses)) if name in metrics]
         parts = {name: (index, f"{name} {metrics[name]:.4g}") for index, name in enumerate(losses)}
         if state.update_output is not None and state.update_output.learning_rates:
             parts["learning_rate"] = (3, f"lr {state.update_output.learning_rates[0]:.3g}")
         samples = metrics.get("samples_per_second")
-        parts["speed"] = (2, f"{speed:.3g} updates/s" if samples is None else f"{_thousands(samples)} {self.unit}/s")
+        speed = f"{done / seconds:.3g} updates/s" if samples is None else f"{_thousands(samples)} {self.unit}/s"
+        parts["speed"] = (2, speed)
         if (total := trainer.expected_updates) is not None:
-            to_go = metrics.get("time_to_go", (total - state.iteration) / max(speed, 1e-9))
-            parts["time_to_go"] = (1, f"{_clock(to_go)} left")
+            parts["time_to_go"] = (1, f"{_clock((total - state.iteration) * seconds / done)} left")
         return ", ".join(_fitting(parts, room))
 
     def _open_evaluation(self, evaluator: Engine, tag: str) -> None:

@@ -233,6 +233,19 @@ def test_without_training_metrics_the_bar_counts_for_itself() -> None:
     assert shown[0].endswith(", lr 0.05, 0.5 updates/s, 0:00:12 left")
 
 
+@pytest.mark.parametrize(("begin", "left"), [(2, "0:00:12"), (6, "0:00:48")], ids=["in-the-run", "in-its-first-update"])
+def test_the_time_that_is_left_is_that_of_this_update(begin: int, left: str) -> None:
+    """The bar counts it too where `TrainingMetrics` has published another one, some updates ago. Eight seconds have passed."""
+    trainer, _, _ = make()
+    progress = ProgressLog()
+    progress._begin, progress._started = begin, 100.0
+    trainer.add_event_handler(Events.STARTED, lambda: trainer.state.metrics.update(time_to_go=999.0))
+    shown: list[str] = []
+    trainer.add_event_handler(EVERY(once=6), lambda: shown.append(progress._postfix(trainer, now=108.0, room=80)))
+    trainer.run(DATA, max_epochs=2)
+    assert shown[0].endswith(f", {left} left")
+
+
 def test_the_bar_leaves_out_what_does_not_fit() -> None:
     """The learning rate first, then the speed and the time to go; the loss is the last."""
     trainer, _, _ = make()
