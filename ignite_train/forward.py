@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ignite_train.arguments import describe
 from ignite_train.errors import ForwardContractError
-from ignite_train.metrics import is_published_metric
+from ignite_train.metrics import is_taken
 
 __all__ = [
     "OF_THIS_MICRO_BATCH",
@@ -86,7 +86,8 @@ class ForwardOutput(NamedTuple):
         logs: sums to be added up over micro-batches and ranks beside the loss; numbers or scalar tensors by name, whose means
             are per sample: `{"accuracy": num_correct}`. What is a mean already is given as `{"accuracy": Mean(mean)}`. A pair
             such as `{"nll": (nll_sum, num_tokens)}` has a denominator of its own, which is added up too. The names of
-            metrics that exist anyway, such as `"loss"` and `"learning_rate"`, are refused.
+            metrics that exist anyway, such as `"loss"` and `"learning_rate"`, are refused, also with the group in which loggers
+            show them, such as `"train/loss"`.
         outputs: anything that handlers and Ignite's metrics are to see of this micro-batch, such as `(y_pred, y)`. Neither
             reduced nor kept: it is an evaluator's `state.output`, and `state.forward_output.outputs` in an update, where it
             still has its graph.
@@ -354,10 +355,11 @@ def _check_name(name: Any) -> None:
     """Called once for each name."""
     if not isinstance(name, str):
         raise ForwardContractError(f"the names in logs must be strings, forward returned {name!r}")
-    if is_published_metric(name):
+    if is_taken(name):
         raise ForwardContractError(
-            f"the names in logs must not be {name!r}, which is a metric that the trainer, the evaluator or a handler publishes "
-            f"itself; choose another, such as 'my_{name}'"
+            f"the names in logs must not be {name!r}, under which the trainer, the evaluator or a handler such as "
+            "TrainingMetrics logs its own number; leave this log out, or choose another name, such as "
+            f"'my_{name.replace('/', '_')}'"
         )
     _checked_names.add(name)
 

@@ -23,6 +23,7 @@ __all__ = [
     "grouped_metrics",
     "is_better",
     "is_published_metric",
+    "is_taken",
     "json_line",
     "printable_name",
     "refuse_other_mode",
@@ -179,6 +180,17 @@ def grouped_metric(name: str) -> str:
     if group is None:
         return name if "/" in name else f"train/{name}"
     return f"{group}/{name}"
+
+
+def is_taken(name: str) -> bool:
+    """Whether no log may have this name: handlers publish a metric of the name, or loggers show one under it.
+
+    Example:
+        >>> [name for name in ("loss", "train/loss", "speed/wall", "train/accuracy", "baseline/loss") if is_taken(name)]
+        ['loss', 'train/loss', 'speed/wall']
+    """
+    published = name.partition("/")[2]
+    return is_published_metric(name) or (is_published_metric(published) and grouped_metric(published) == name)
 
 
 def grouped_metrics(metrics: Mapping[str, Any], left_out: set[str], tag: str | None = None) -> dict[str, float]:

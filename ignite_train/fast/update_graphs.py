@@ -17,7 +17,7 @@ from ignite_train.fast.folded_step import LARGEST_DIVISOR, SMALLEST_DIVISOR
 from ignite_train.fast.graph_numbers import GraphNumbers
 from ignite_train.fast.graph_trial import GraphTrial
 from ignite_train.forward import Mean
-from ignite_train.metrics import is_published_metric
+from ignite_train.metrics import is_taken
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import sharing_memory
 from ignite_train.model.random_state import NUMPY, PYTHON, RandomState
@@ -387,7 +387,7 @@ def _read(returned: Any) -> tuple[Tensor, list[Tensor], tuple[tuple[str, bool], 
     loss = loss.reshape(())
     values, names = [_number(loss, loss), _number(size, loss)], []
     for name, value in logs.items():
-        if is_published_metric(name):
+        if is_taken(name):
             raise ForwardContractError(_REFUSED)
         names.append((name, isinstance(value, tuple)))
         numbers = [_number(one, loss) for one in (value if isinstance(value, tuple) else [value])]

@@ -15,7 +15,7 @@ from ignite_train.engine.dispatch import attached, stateful_handlers
 from ignite_train.evaluation.load_metric import load_metric
 from ignite_train.evaluation.uneven_metrics import MetricHolder, metrics_without_state, uneven_metrics, waiting_metrics_at
 from ignite_train.events import TrainEvents
-from ignite_train.metrics import is_published_metric
+from ignite_train.metrics import is_taken
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 from ignite_train.update.kept_outputs import KeptOutputs, keep_outputs
@@ -76,7 +76,7 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
         )
     if not isinstance(metric, Metric):
         raise TypeError(f"metric must be a metric of Ignite, got {describe(metric)}")
-    if not isinstance(name, str) or is_published_metric(name):
+    if not isinstance(name, str) or is_taken(name):
         raise ValueError(f"name must be a string that handlers do not publish a metric under, got {name!r}")
     held = _MetricOfTraining(metric, name)
     feed = _feed_of(trainer, name)

@@ -463,6 +463,10 @@ def loss(model: nn.Module) -> torch.Tensor:
     Case("logs-loss", lambda model: (loss(model), 1, {"a": 1, "loss": 1}), ForwardContractError, "logs", "'loss'", "'my_loss'"),
     Case("logs-rate", lambda model: (loss(model), 1, {"learning_rate": 1}), ForwardContractError, "logs", "'learning_rate'"),
     Case("logs-group", lambda model: (loss(model), 1, {"learning_rate/0": 1}), ForwardContractError, "logs", "learning_rate/0"),
+    Case("logs-train-loss", lambda m: (loss(m), 1, {"train/loss": 1}), ForwardContractError, "logs", "'train/loss'", "leave"),
+    Case("logs-train-term", lambda m: (loss(m), 1, {"train/loss/a": 1}), ForwardContractError, "logs", "'my_train_loss_a'"),
+    Case("logs-norm", lambda m: (loss(m), 1, {"optimizer/grad_norm": 1}), ForwardContractError, "logs", "optimizer/grad_norm"),
+    Case("logs-rates", lambda m: (loss(m), 1, {"optimizer/learning_rate/0": 1}), ForwardContractError, "logs", "rate/0"),
     Case("logs-key", lambda model: (loss(model), 1, {7: 1}), ForwardContractError, "logs", "strings", "7"),
 )
 def test_what_forward_returns(case):

@@ -1321,11 +1321,12 @@ REFUSED: dict[str, tuple[Any, dict[str, float]]] = {
     "infinite": (math.inf, {}),
     "infinite-tensor": (torch.tensor(math.inf), {}),
     "name": (3, {"loss": 1.0}),
+    "grouped": (3, {"train/loss": 1.0}),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["negative", "infinite-tensor", nightly("infinite"), nightly("name")])
+@pytest.mark.parametrize("name", ["negative", "infinite-tensor", nightly("infinite"), nightly("name"), nightly("grouped")])
 def test_what_forward_must_not_return_is_refused_in_later_micro_batches_too(name, bits):
     """Not only in the one that was looked at before a graph was compiled; and no step is made."""
 

@@ -382,6 +382,8 @@ def test_wrong_arguments_are_said() -> None:
         attach_metric(trainer, torch.ones(1), "accuracy")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="name must be a string that handlers do not publish a metric under, got 'loss'"):
         attach_metric(trainer, Accuracy(), "loss")
+    with pytest.raises(ValueError, match="name must be a string that handlers do not publish a metric under, got 'train/loss'"):
+        attach_metric(trainer, Accuracy(), "train/loss")
     with pytest.raises(ForwardContractError, match=r"return ForwardOutput\(\.\.\., outputs=\(y_pred, y\)\)"):
         trainer.run(batches(2))
 
