@@ -49,6 +49,7 @@ _TABLE_COLUMNS = 68  # beside the names of the rows, on a terminal of 80
 _TOO_MUCH = 1e24  # for the prefixes of SI
 _LONG_WAIT = 0.1  # a fraction of the time in which the loader is waited for that a line mentions
 _MUCH_SLOWER = 1.5  # times the time of the median rank, for a line to name the slowest
+_MEASURED = {"samples_per_second", "slowest_to_median"}  # shown once this run has measured them
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 _BAR_WITHOUT_TOTAL = "{desc} {n_fmt} [{elapsed}{postfix}]"
 
@@ -62,11 +63,12 @@ class ProgressLog(Handler):
     left out: a learning rate is shown once it has changed, skipped updates when there are new ones, the share of the time in
     which the loader is waited for from 10% on, and, with `StepTimer`, the slowest rank from 1.5 times the median on. Where room
     is short, a line keeps the score that a handler follows, or the first of the user's logs, rather than the learning rate. A
-    bar has the learning rate and the speed if there is room for them. An evaluation has a bar of its own, and a line with its
-    metrics, each with the training's beside it. As long as an attached `TrainingMetrics` has published nothing in this epoch,
-    only numbers of the training that have changed in it are shown there. At the end of the run there is one more line if the
-    user's logs have changed since the last line, as logs of the last epoch do that are published when it is over. A short
-    table ends the run: time by section, best score, skipped updates, memory, files, and up to three hints.
+    bar has the learning rate and the speed if there is room for them, and it counts the time to go by itself, at the mean speed
+    of this run with all that it does beside updates; in a line it is that of `TrainingMetrics`. An evaluation has a bar of its
+    own, and a line with its metrics, each with the training's beside it. As long as an attached `TrainingMetrics` has published
+    nothing in this epoch, only numbers of the training that have changed in it are shown there. At the end of the run there is
+    one more line if the user's logs have changed since the last line, as logs of the last epoch do that are published when it
+    is over. A short table ends the run: time by section, best score, skipped updates, memory, files, and up to three hints.
 
     Args:
         style: `"bar"`, or `"simple"` for lines, `"json"` for one JSON object a line with all metrics, `"none"` for nothing;
@@ -103,6 +105,7 @@ class ProgressLog(Handler):
         self._left_out: set[str] = set()
         self._has_warned = False  # that a line could not be written
         self._evaluators: list[Engine] = []
+        self._measured: dict[str, float] = {}  # by an earlier run or process
         self._latest: tuple[int, dict[str, float]] = (0, {})  # the update and the metrics of the latest line
         self._before_epoch: dict[str, float] = {}  # the trainer's metrics as its epoch began
 
@@ -174,7 +177,7 @@ class ProgressLog(Handler):
 
     def _metrics(self, trainer: Trainer) -> dict[str, float]:
         """The metrics of the trainer, and the losses and logs of those beside it under their names."""
-        metrics = _with_loss(trainer, self._left_out)
+        metrics = changed_numbers(_with_loss(trainer, self._left_out), self._measured)
         for name, held in self._beside.items():
             other = held()
             found = {} if other is None else _with_loss(other, self._left_out)
@@ -193,7 +196,9 @@ class ProgressLog(Handler):
         state, self._started = trainer.state, time.perf_counter()
         self._begin, self._steps_before = state.iteration, state.num_steps
         self._shown.scores = self._scores(trainer)
-        self._shown.start(single_metrics(state.metrics, self._left_out))
+        metrics = single_metrics(state.metrics, self._left_out)
+        self._shown.start(metrics)
+        self._measured = {name: metrics[name] for name in _MEASURED & metrics.keys()}
         self._latest = state.iteration, self._metrics(trainer)
         self._note_epoch(trainer)  # or it continues one, of which these numbers may not be
         if state.iteration and self._is_introduced and self.style != "json":

@@ -246,6 +246,33 @@ def test_the_time_that_is_left_is_that_of_this_update(begin: int, left: str) -> 
     assert shown[0].endswith(f", {left} left")
 
 
+@pytest.mark.parametrize("resumes", [True, False], ids=["resumed", "second-run"])
+def test_what_an_earlier_run_has_measured_is_not_shown_as_of_this_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, resumes: bool
+) -> None:
+    """Neither its speed, in bar and line, nor its slowest rank, until this run has measured them. A log has them, by update."""
+
+    def job() -> Trainer:
+        trainer, _, _ = make()
+        TrainingMetrics().attach(trainer, EVERY(every=5))
+        JsonLines(tmp_path / "log.jsonl").attach(trainer, EVERY(once=7))
+        Checkpoint(tmp_path / "checkpoints", every=5).attach(trainer)
+        return trainer
+
+    first, shown = job(), list[str]()
+    first.add_event_handler(EVERY(once=5), lambda: first.state.metrics.update(slowest_rank=1.0, slowest_to_median=9.0))
+    first.run(DATA, max_iters=6)
+    second, progress = job() if resumes else first, ProgressLog("simple")
+    progress.attach(second, EVERY(every=1))
+    for update in (7, 11):
+        second.add_event_handler(EVERY(once=update), lambda: shown.append(progress._postfix(second, now=math.inf, room=80)))
+    second.run(DATA, max_iters=12)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
+    assert ["samples/s" in text for text in (*shown, lines[0], lines[4])] == [False, True, False, True]
+    assert not any("is slow" in line for line in lines)
+    assert "speed/slowest_rank" in json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
+
+
 def test_the_bar_leaves_out_what_does_not_fit() -> None:
     """The learning rate first, then the speed and the time to go; the loss is the last."""
     trainer, _, _ = make()
