@@ -48,7 +48,7 @@ def introduction(
     names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
     return [
         f"{type(model).__name__}, {size}, on {device} in {precision_of(model, config)}, {names}",
-        f"{_updates(updates, state)}: {_of_each(steps, data_ranks, state.dataloader)}",
+        f"{_updates(updates, state)}: {_of_each(steps, data_ranks, state)}",
         *_undealt(state.dataloader, data_ranks),
         *_unfused(optimizers),
     ]
@@ -95,13 +95,16 @@ def _updates(number: int | None, state: TrainState) -> str:
     return f"{updates} in {state.max_epochs} epoch" + "s" * (state.max_epochs != 1)
 
 
-def _of_each(accumulation_steps: Any, data_ranks: int, data: Any) -> str:
+def _of_each(accumulation_steps: Any, data_ranks: int, state: TrainState) -> str:
     """The samples of an update: those of a micro-batch, times micro-batches, times ranks with samples of their own."""
+    data, several = state.dataloader, accumulation_steps != 1
     size = data.batch_size if isinstance(data, DataLoader) else None
     on_ranks = f" × {data_ranks} ranks" if data_ranks > 1 else ""
+    up_to = "up to " * (state.epoch_length == 1)  # all the data may be less
     if size is None or not isinstance(accumulation_steps, int):
-        return f"{accumulation_steps} micro-batch{'es' * (accumulation_steps != 1)}{on_ranks} each"
-    return f"{size * accumulation_steps * data_ranks} samples each ({size} × {accumulation_steps} micro-batches{on_ranks})"
+        return f"{up_to * several}{accumulation_steps} micro-batch{'es' * several}{on_ranks} each"
+    samples = size * accumulation_steps * data_ranks
+    return f"{up_to}{samples} samples each ({size} × {accumulation_steps} micro-batches{on_ranks})"
 
 
 def _rounded(number: int) -> str:

@@ -753,6 +753,29 @@ def test_a_resumed_run_says_where(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert lines[begin + 1] == f"writes to {tmp_path}"
 
 
+@pytest.mark.parametrize(
+    ("samples", "size", "steps", "line"),
+    [
+        (20, 8, 8, "2 updates in 2 epochs: up to 64 samples each (8 × 8 micro-batches)"),
+        (5, 32, 1, "2 updates in 2 epochs: up to 32 samples each (32 × 1 micro-batches)"),
+        (20, None, 32, "2 updates in 2 epochs: up to 32 micro-batches each"),
+        (1, None, 1, "2 updates in 2 epochs: 1 micro-batch each"),
+    ],
+    ids=["few-micro-batches", "a-small-batch", "few-of-unknown-size", "one"],
+)
+def test_an_update_that_is_a_whole_epoch_may_have_fewer_samples(
+    capsys: pytest.CaptureFixture[str], samples: int, size: int | None, steps: int, line: str
+) -> None:
+    """The data may have fewer than accumulation asks for."""
+    model = torch.nn.Linear(4, 1)
+    trainer = create_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).square().mean(), accumulation_steps=steps
+    )
+    ProgressLog("simple").attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.run(torch.utils.data.DataLoader(torch.randn(samples, 4), batch_size=size), max_epochs=2)
+    assert capsys.readouterr().out.splitlines()[1] == line
+
+
 def test_a_run_introduces_itself(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Model, device and precision; the updates, and the samples of one; where it writes. A second run does not."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 1000), torch.nn.Linear(1000, 1))
