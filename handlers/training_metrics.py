@@ -55,7 +55,8 @@ class TrainingMetrics(Handler):
       has a limit and its epochs a length.
 
     Updates that have a name, see `trainer.update(..., name=...)`, are not in these means. `"r1/loss"` is the mean loss of those
-    that are called `"r1"`, and `"r1/LOG"` that of each of their logs.
+    that are called `"r1"`, and `"r1/LOG"` that of each of their logs. The samples of these updates, and of skipped ones, are
+    not counted in `"samples_per_second"` and `"model_flop_utilisation"`, though their time is.
 
     Of the time, in seconds by the clock of this rank:
 

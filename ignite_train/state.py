@@ -37,7 +37,8 @@ class UpdateOutput:
             its own, it is the smallest coefficient.
         learning_rates: of each parameter group, as this update used them; of several optimizers, those of the first one first.
         loss_scale: the scale this update's backward used; 1.0 without loss scaling.
-        num_micro_batches: how many micro-batches took part.
+        num_micro_batches: how many micro-batches took part. Each part of one that was halved, because memory ran out, counts as
+            one.
         num_out_of_memory: how often forward or backward ran out of memory and was recovered from.
         logs: the sum of each entry of the `logs` that `forward` returned; of a `Mean`, that of its values times sample size.
         log_weights: the sums of the denominators of logs that have their own, as a `Mean` has; others are per `sample_size`.

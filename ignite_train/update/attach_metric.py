@@ -35,7 +35,8 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
     own, counts only what follows where a run resumes within an epoch, and the log names it. After an epoch whose updates were
     all skipped it is left out, and a warning says so. Collective at the end of an epoch: attach it on all ranks. The
     predictions are those before the step, in training mode. They are kept without their graphs until the end of the update,
-    which costs their memory.
+    which costs their memory. With `reduction="local"` the predictions of a rank that skipped the update are counted too where
+    another rank stepped.
 
     A metric that is part of others, as `matrix` is of `mIoU(matrix)`, may be attached too, and counts once. Give an evaluator,
     and each `RunningAverage`, a metric of its own: each evaluation resets it, and so does a running average after each update.
