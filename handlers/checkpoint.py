@@ -252,7 +252,7 @@ class Checkpoint(Handler):
         if found is None:
             raise CheckpointError(f"{self.directory} has no checkpoint with a score; {self._why_no_score()}")
         self._load_scored(found)
-        self.cadence.note_loaded(self._run.trainer.state.iteration)
+        self.cadence.note_loaded(self._run.updates_done)
         return found
 
     def _load_scored(self, found: BestCheckpoint) -> None:
@@ -431,7 +431,7 @@ class Checkpoint(Handler):
         if self.saver.has_lost_one:
             self.cadence.best, self.saver.has_lost_one = self._best_on_disk(), False
         self._give_up_missed()
-        update, name = self._run.trainer.updates_done, self.cadence.score
+        update, name = self._run.updates_done, self.cadence.score
         assert name is not None  # noqa: S101  # an evaluation is followed for its score
         # Of several evaluations after one update the first counts, as for handlers that react to a score: a later one may be of
         # other data. An evaluation of ours is made by all ranks; with an engine of Ignite one rank may evaluate alone.
@@ -442,7 +442,7 @@ class Checkpoint(Handler):
     def _give_up_missed(self) -> None:
         """A state that was to be saved for its score is not, once the next update has had its effect."""
         trainer, missed = self._run.trainer, self.cadence.awaited
-        if missed is None or missed == trainer.updates_done:
+        if missed is None or missed == self._run.updates_done:
             return
         self.cadence.awaited = None
         if "missed best" not in trainer.progress.warned and collectives.is_main_rank():
@@ -490,9 +490,12 @@ class Checkpoint(Handler):
         Raises:
             CheckpointError: the save before failed, or some state cannot be stored; or, between runs, this save failed, or
                 another trainer has saved to the directory meanwhile.
-            RuntimeError: `attach` was not called, or an evaluation is under way for which the model has other weights.
+            RuntimeError: `attach` was not called, or an evaluation is under way for which the model has other weights, or the
+                trainer is gone.
         """
         self._refuse_unattached()
+        if self._run.reference() is None:
+            raise RuntimeError("save() was called when the trainer was gone; keep the trainer until the last save")
         if self._is_running and not self._run.is_between_updates:
             self.cadence.request()
             return

@@ -58,12 +58,12 @@ class StochasticWeightAveraging(AveragingHandler):
         Raises:
             ValueError: `device` is given and the model is sharded.
         """
-        self._trainer = trainer
+        self._state = trainer.state  # not the trainer, which has this handler
         return super().attach(trainer, event)
 
     def __call__(self) -> None:
         """Takes the weights of now, if enough steps were made."""
-        if self._trainer.state.num_steps >= max(self.start, 1):
+        if self._state.num_steps >= max(self.start, 1):
             super().__call__()
 
     def decay_in(self, number: int) -> float:

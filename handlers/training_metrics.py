@@ -6,6 +6,7 @@ import logging
 import math
 import mmap
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -168,7 +169,7 @@ class TrainingMetrics(Handler):
         """Counts the time of this evaluator as `"evaluation_seconds"` too, where it is run by a handler."""
         evaluator.add_event_handler(Events.STARTED, self._start_evaluation)
         evaluator.add_event_handler(Events.COMPLETED, self._end_evaluation)
-        self.attached_evaluators = (*self.attached_evaluators, evaluator)
+        self.attached_evaluators = (*self.attached_evaluators, weakref.ref(evaluator))
 
     @property
     def seconds_by_section(self) -> dict[str, float]:

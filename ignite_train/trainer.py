@@ -787,7 +787,7 @@ class Trainer(Loop):
         super().remove_event_handler(handler, event_name)
         if not isinstance(handler, Attachable) or any(other is handler for _, other, _ in attached(self)):
             return
-        for engine in (self, *handler.attached_evaluators):
+        for engine in filter(None, (self, *(reference() for reference in handler.attached_evaluators))):
             for event, other, _ in attached(engine):
                 if owner_of(other) is handler and engine.has_event_handler(other, event):  # one call removes all that are equal
                     engine.remove_event_handler(other, event)

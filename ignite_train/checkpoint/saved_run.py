@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import is_not
 from typing import Any, Protocol, runtime_checkable
@@ -63,6 +64,8 @@ class SavedRun:
         on_changed_data: what happens if it resumes in the middle of an epoch with another loader: `"raise"` or `"warn"`.
 
     Attributes:
+        trainer: the same, by a proxy.
+        reference: gives the trainer; None once it is gone, and the run cannot be saved any more.
         trainers: the other trainers among the user's objects, by their names in a checkpoint.
         each_trainer: the trainer and these.
         left_out: the names in a checkpoint that the handlers which are left out would have.
@@ -81,19 +84,26 @@ class SavedRun:
         config: Mapping[str, Any] | None = None,
         on_changed_data: str = "raise",
     ) -> None:
-        self.trainer, self.to_save, self.evaluator = trainer, to_save or {}, evaluator
+        # Weakly, since the trainer has the Checkpoint, which has this: it is freed with its last reference.
+        self.trainer, self.reference, self._state = weakref.proxy(trainer), weakref.ref(trainer), trainer.state
+        self.to_save, self.evaluator = to_save or {}, evaluator
         self.leave_out, self.script_wins, self.frozen_once = leave_out, script_wins, frozen_once
         self.config, self.on_changed_data = config or {}, on_changed_data
         others = ((name, entry) for name, entry in self.to_save.items() if isinstance(entry, Trainer) and entry is not trainer)
         self.trainers = {f"to_save/{name}": entry for name, entry in others}
-        self.each_trainer = (trainer, *self.trainers.values())
+        self.each_trainer: tuple[Trainer, ...] = (self.trainer, *self.trainers.values())
         self._attached: list[Any] = []  # the engines and their handlers when `_objects` were listed
-        self._objects, self.left_out = RunObjects({}, {}, trainer, {}), set[str]()
+        self._objects, self.left_out = RunObjects({}, {}, self.trainer, {}), set[str]()
         self._schedules: dict[str, LRScheduler] = {}  # those that are left out too
         self._begun: set[str] = set()  # the optimizers whose rates schedules set from their beginning in a resumed run
         self._script: dict[str, list[dict[str, Any]]] = {}  # options of each optimizer, as the script has set them
         self.in_effect: dict[str, list[dict[str, Any]]] = {}
         self._warned: set[str] = set()
+
+    @property
+    def updates_done(self) -> int:
+        """`Trainer.updates_done`, also where the trainer is gone."""
+        return self._state.iteration if self.reference() is None else self.trainer.updates_done
 
     @property
     def is_between_updates(self) -> bool:
@@ -118,8 +128,10 @@ class SavedRun:
     def objects(self) -> RunObjects:
         """All that has a state and is not left out, besides the trainer, as attached by now.
 
-        The list is made again where a handler has come or gone.
+        The list is made again where a handler has come or gone, and stays as it was when the trainer is gone.
         """
+        if self.reference() is None:
+            return self._objects
         attached = [one for engine in self.engines for one in (engine, *stateful_handlers(engine).values())]
         if len(attached) != len(self._attached) or any(map(is_not, attached, self._attached)):
             self._attached, self._objects = attached, self._list()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Container, Iterable
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -43,7 +44,7 @@ class Attachable:
         is_attaching: whether its `attach` is running.
         is_collective: whether it waits for other ranks, so that all of them must attach one; compared when a run starts.
         same_on_all_ranks: whether its state is the same on all ranks, or sharded over them, so that a checkpoint holds it once.
-        attached_evaluators: the evaluators at whose events it has methods.
+        attached_evaluators: the evaluators at whose events it has methods, weakly, since they have it.
         saved_as: the name of its state in checkpoints, where that is not the name of its class. A class that is renamed keeps
             its earlier name here, so that checkpoints written before can be resumed from. Of several handlers of one class the
             second is saved as `Name-2` and so on, in the order in which they are attached; set it on each of them, before they
@@ -54,7 +55,7 @@ class Attachable:
     is_attaching = False
     is_collective = False
     same_on_all_ranks = False
-    attached_evaluators: tuple[Engine, ...] = ()
+    attached_evaluators: tuple[weakref.ref[Engine], ...] = ()
     saved_as: str | None = None
 
     def taken_off(self) -> None:

@@ -117,6 +117,7 @@ class Dispatcher(OpenEngine):
     def remove_event_handler(self, handler: Callable[..., Any], event_name: Any) -> None:
         """Removes a handler, as in Ignite. An object whose last handler is removed is no longer saved."""
         super().remove_event_handler(handler, event_name)
+        self._stages.forget_removed(event_name, self._handlers[event_name])
         self._note_handlers()
         self._handlers_changed()
         owner = owner_of(handler)
@@ -236,11 +237,18 @@ class _Stages:
             entries: the handlers of that event, as Ignite stores them.
         """
         added, stage = entries.pop(), self.adding
-        known = [one for one in self._known.get(event, ()) if any(one[0] is handler for handler, _, _ in entries)]
+        known = self.forget_removed(event, entries)
         stage_of = {id(handler): stage for handler, stage in known}
         others = [stage_of.get(id(handler), Stage.REACT) for handler, _, _ in entries]
         entries.insert(sum(other < stage or (other == stage != Stage.MEASURE) for other in others), added)
-        self._known[event] = [*known, (added[0], stage)] if stage != Stage.REACT else known
+        if stage != Stage.REACT:
+            known.append((added[0], stage))
+
+    def forget_removed(self, event: Any, entries: list[Any]) -> list[tuple[Callable[..., Any], Stage]]:
+        """Lets go of the handlers of `event` that are not among its entries any more, and returns the others."""
+        known = [one for one in self._known.get(event, ()) if any(one[0] is handler for handler, _, _ in entries)]
+        self._known[event] = known
+        return known
 
 
 class _EveryNthHandler:

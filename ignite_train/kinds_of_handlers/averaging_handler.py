@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -99,7 +100,8 @@ class AveragingHandler(Handler):
         """
         if not isinstance(evaluator, Evaluator):
             raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
-        evaluator.run_within(lambda: self._swapped_for(evaluator.model))
+        this = weakref.proxy(evaluator)  # or else it would keep itself alive
+        evaluator.run_within(lambda: self._swapped_for(this.model))
         evaluator.scored_weights.append(self)
 
     @property

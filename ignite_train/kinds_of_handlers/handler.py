@@ -111,7 +111,7 @@ def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
         if of_one:
             self._trainer_of = weakref.ref(trainer)
         if named.get("evaluator") is not None:
-            self.attached_evaluators = (*self.attached_evaluators, named["evaluator"])
+            self.attached_evaluators = (*self.attached_evaluators, weakref.ref(named["evaluator"]))
         return handle
 
     return checked
@@ -205,7 +205,7 @@ class PiggybackHandler(Handler, Piggyback):
     def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
         """Calls the handler at `event`, before other handlers there. It must fire in the same updates on all ranks."""
         trainer.replace_default(self)
-        self.trainer = trainer
+        self.trainer = weakref.proxy(trainer)  # or else it would keep itself alive
         if collectives.world_size() > 1 and self not in trainer.piggybacks:
             trainer.piggybacks.append(self)
             # In the order of attaching, as `verify_ranks` and the updates do: the first finding is the closest to the cause.

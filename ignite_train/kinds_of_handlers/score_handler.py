@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from ignite.engine import Engine, Events
@@ -14,6 +15,7 @@ from ignite_train.kinds_of_handlers.handler import Handler, check_evaluator
 from ignite_train.metrics import refuse_other_mode, score_mode
 from ignite_train.ranks import collectives
 from ignite_train.ranks.agreed_score import agreed_score
+from ignite_train.state import TrainState
 from ignite_train.trainer import Trainer
 
 __all__ = ["ScoreHandler"]
@@ -45,19 +47,27 @@ class ScoreHandler(Handler):
     is_collective = True
     of_one_trainer = True
 
-    _trainer: Trainer
+    _state: TrainState
 
     def __init__(self, evaluator: Engine, score: str, mode: Literal["min", "max"] | None = None) -> None:
         check_evaluator(evaluator)
-        self.evaluator, self.score = evaluator, score
+        self._evaluator: Callable[[], Any] = lambda: evaluator  # a weak reference, once it is attached
+        self.score = score
         self.mode = score_mode(score, mode, of=type(self).__name__)
         self._latest_update: int | None = None
 
     def attach(self, trainer: Trainer) -> None:
         """Reacts to each evaluation during the runs of `trainer`."""
-        self._trainer = trainer
-        trainer.add_event_handler(Events.COMPLETED, self._warn_if_unused)
-        append_handler(self.evaluator, Events.COMPLETED, self._after_evaluation)
+        # The evaluator has this handler, so the trainer keeps the evaluator, and this handler keeps neither of them.
+        self._state, evaluator = trainer.state, self.evaluator
+        trainer.add_event_handler(Events.COMPLETED, self._warn_if_unused, evaluator)
+        append_handler(evaluator, Events.COMPLETED, self._after_evaluation)
+        self._evaluator = weakref.ref(evaluator)
+
+    @property
+    def evaluator(self) -> Engine:
+        """What evaluates; None once the trainer is gone and nothing else holds it."""
+        return self._evaluator()  # type: ignore[no-any-return]
 
     def scores(self) -> list[tuple[Engine, str | None, str | None]]:
         """Its own."""
@@ -82,14 +92,16 @@ class ScoreHandler(Handler):
         self._latest_update = state_dict["latest_update"]
 
     def _after_evaluation(self, evaluator: Engine) -> None:
-        update = self._trainer.updates_done
+        trainer = self.attached_trainer
+        update = self._state.iteration if trainer is None else trainer.updates_done
         if update in (0, self._latest_update):
             return
         score = agreed_score(evaluator.state.metrics, self.score)
         self._latest_update = update
-        self.on_score(self._trainer, score)
+        if trainer is not None:  # or else it is gone, on this rank maybe alone
+            self.on_score(trainer, score)
 
-    def _warn_if_unused(self) -> None:
+    def _warn_if_unused(self, _trainer: Trainer, _evaluator: Engine) -> None:
         if self._latest_update is None and collectives.is_main_rank():
             name = type(self).__name__
             _logger.warning(

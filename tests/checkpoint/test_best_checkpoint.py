@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,24 @@ def test_the_best_comes_back(mode: str, update: int, tmp_path: Path, capsys: pyt
     assert marked == [path.name]
     assert main(["consolidate", str(tmp_path), "--best", "--output", str(tmp_path / "best.pt")]) == 0
     assert bit_by_bit(torch.load(tmp_path / "best.pt")) == bit_by_bit(dict(model.state_dict()))
+
+
+def test_a_script_may_keep_the_checkpoint_alone(tmp_path: Path) -> None:
+    """Without the trainer it still tells of its files and loads the best; an evaluation is not saved, and no other run is."""
+    trainer, checkpoint, model, weights = job(tmp_path, "min")
+    trainer.run(cuts.cut(cuts.samples(), [8] * 4), max_epochs=1)
+    evaluator, reference = checkpoint._run.evaluator, weakref.ref(trainer)
+    evaluator.remove_event_handler(
+        evaluator._handlers[Events.EPOCH_COMPLETED][0][0], Events.EPOCH_COMPLETED
+    )  # it has the trainer
+    del trainer
+    assert reference() is None
+    evaluator.run(cuts.cut(cuts.samples(), [4]))
+    assert checkpoint.latest.name == "update-00000004.1"
+    assert checkpoint.load_best().path == tmp_path / "update-00000002"
+    assert whole(model) == weights[1]
+    with pytest.raises(RuntimeError, match="keep the trainer until the last save"):
+        checkpoint.save()
 
 
 def test_of_equal_scores_the_first(tmp_path: Path) -> None:

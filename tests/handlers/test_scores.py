@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,31 @@ def test_an_evaluation_before_the_step_is_of_the_update_before() -> None:
     )
     trainer.run(DATA, max_epochs=1)
     assert found == [(update, pytest.approx(score, rel=1e-9)) for update, score in enumerate(by_hand, start=1)]
+
+
+def _evaluated_without_a_trainer() -> Any:
+    scripted = Scripted([])
+    trainer, evaluator = scripted.trainer, create_evaluator(scripted.model, cuts.forward)
+    stopping = EarlyStopping(evaluator, patience=3)
+    assert stopping.evaluator is evaluator
+    stopping.attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    reference = weakref.ref(trainer)
+    scripted.trainer = None  # type: ignore[assignment]
+    if idist.get_rank() > 0 or idist.get_world_size() == 1:
+        del trainer
+        assert reference() is None
+    loss = evaluator.run(DATA[:1]).metrics["loss"]
+    assert evaluator.run(DATA[:1]).metrics["loss"] == loss
+    return stopping.best, stopping.state_dict()["latest_update"], stopping.evaluator is evaluator
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_evaluation_without_a_trainer_changes_nothing(num_ranks: int) -> None:
+    """Where one rank alone still has it, the ranks agree about the score nevertheless, and none waits."""
+    *_, found = [_evaluated_without_a_trainer()] if num_ranks == 1 else run_ranks(_evaluated_without_a_trainer)
+    assert found == (None, 3, True)
 
 
 # --- the stages of an event ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,26 +14,49 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from ignite.engine import Events
+from ignite.metrics import Average
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ignite_train import ForwardOutput, Trainer, create_trainer
+from ignite_train import ForwardOutput, Trainer, attach_metric, create_evaluator, create_trainer, handlers
+from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.handlers import (
+    Checkpoint,
+    Csv,
+    CurvatureMonitor,
+    EarlyStopping,
     EmptyCache,
     FailureBoard,
+    Freeze,
+    GarbageCollection,
+    GradientMonitor,
+    GradNormConsistency,
     HangWatch,
     JsonLines,
     LearningRateSchedule,
     LossScaleLogger,
     MinLearningRate,
+    ModelEMA,
+    ModelSync,
+    MomentumTeacher,
+    OptimizerModes,
+    OuterOptimizer,
+    Profiler,
     ProgressLog,
+    ReduceOnPlateau,
+    SeveralGradients,
+    StateConsistency,
+    StepTimer,
+    StochasticWeightAveraging,
     StopOnSignal,
     TensorBoard,
     TimeLimit,
     TrainingMetrics,
+    Validation,
 )
+from ignite_train.kinds_of_handlers import Handler
 from tiers import nightly
 from update_options import with_options
 
@@ -256,6 +280,125 @@ def test_a_log_does_not_keep_the_trainer(log: str, tmp_path: Path) -> None:
         alive = [weakref.ref(one) for one in (model, optimizer, trainer)]
         del model, optimizer, trainer
         assert [one() for one in alive] == [None] * 3
+    finally:
+        gc.enable()
+
+
+class Run(NamedTuple):
+    """What a handler is made for."""
+
+    trainer: Trainer
+    model: nn.Module
+    optimizer: Any
+    evaluator: Evaluator
+    path: Path
+
+    def attach(self, handler: Any, *arguments: Any, **named: Any) -> Any:
+        """Attaches it and returns it."""
+        handler.attach(self.trainer, *arguments, **named)
+        return handler
+
+
+def _validated(run: Run) -> Any:
+    return run.attach(Validation(run.evaluator, [torch.ones(2, 8)]), Events.ITERATION_COMPLETED)
+
+
+def _averaged(run: Run, average: Any) -> Any:
+    average.use_in(run.evaluator)
+    return run.attach(average, Events.ITERATION_COMPLETED), _validated(run)
+
+
+EVERY_UPDATE = Events.ITERATION_COMPLETED
+ATTACHED: dict[str, Callable[[Run], Any]] = {
+    "Checkpoint": lambda run: run.attach(Checkpoint(run.path, every=1)),
+    "Csv": lambda run: run.attach(Csv(run.path / "metrics.csv"), EVERY_UPDATE),
+    "CurvatureMonitor": lambda run: run.attach(CurvatureMonitor(forward, every=2, max_iterations=2)),
+    "EarlyStopping": lambda run: (run.attach(EarlyStopping(run.evaluator, patience=9)), _validated(run)),
+    "EmptyCache": lambda run: run.attach(EmptyCache(), EVERY_UPDATE),
+    "FailureBoard": lambda run: run.attach(FailureBoard()),
+    "Freeze": lambda run: run.attach(Freeze(run.model.first, until=2)),
+    "GarbageCollection": lambda run: run.attach(GarbageCollection(), Events.ITERATION_COMPLETED(once=99)),
+    "GradNormConsistency": lambda run: run.attach(GradNormConsistency(), EVERY_UPDATE),
+    "GradientMonitor": lambda run: run.attach(GradientMonitor(2, with_histograms=True)),
+    "HangWatch": lambda run: run.attach(HangWatch(), evaluator=run.evaluator),
+    "JsonLines": lambda run: run.attach(JsonLines(run.path / "metrics.jsonl"), EVERY_UPDATE),
+    "LearningRateSchedule": lambda run: run.attach(LearningRateSchedule(LambdaLR(run.optimizer, lambda _step: 1.0))),
+    "LossScaleLogger": lambda run: run.attach(LossScaleLogger()),
+    "MinLearningRate": lambda run: run.attach(MinLearningRate(run.optimizer, minimum=0.0)),
+    "ModelEMA": lambda run: _averaged(run, ModelEMA(0.9)),
+    "ModelSync": lambda run: (run.attach(ModelSync(), evaluator=run.evaluator), _validated(run)),
+    "MomentumTeacher": lambda run: run.attach(MomentumTeacher(copy.deepcopy(run.model), run.model)),
+    "OptimizerModes": lambda run: (run.attach(OptimizerModes(run.optimizer), evaluator=run.evaluator), _validated(run)),
+    "OuterOptimizer": lambda run: run.attach(OuterOptimizer(torch.optim.SGD(run.model.parameters(), lr=0.5), every=2)),
+    "Profiler": lambda run: run.attach(Profiler(run.path, updates=range(2, 4))),
+    "ProgressLog": lambda run: run.attach(ProgressLog(), EVERY_UPDATE),
+    "ReduceOnPlateau": lambda run: (
+        run.attach(ReduceOnPlateau(run.evaluator, ReduceLROnPlateau(run.optimizer, patience=9))),
+        _validated(run),
+    ),
+    "SeveralGradients": lambda run: run.attach(SeveralGradients(lambda gradients: next(iter(gradients.values())))),
+    "StateConsistency": lambda run: run.attach(StateConsistency(run.model, run.optimizer), EVERY_UPDATE),
+    "StepTimer": lambda run: run.attach(StepTimer(), EVERY_UPDATE),
+    "StochasticWeightAveraging": lambda run: _averaged(run, StochasticWeightAveraging()),
+    "StopOnSignal": lambda run: run.attach(StopOnSignal()),
+    "TensorBoard": lambda run: run.attach(TensorBoard(run.path), EVERY_UPDATE),
+    "TimeLimit": lambda run: run.attach(TimeLimit(seconds=10_000)),
+    "TrainingMetrics": lambda run: (run.attach(TrainingMetrics(), EVERY_UPDATE, evaluator=run.evaluator), _validated(run)),
+    "Validation": _validated,
+    "attach_metric": lambda run: attach_metric(run.trainer, Average(output_transform=float), "mean"),
+}
+"""Not here: an evaluator that a log shows, or by which a `Checkpoint` finds the best, needs these when it runs, and keeps them.
+With a `Validation`, through which the trainer keeps the evaluator, that is a cycle; see "Notebooks" in the cookbook.
+"""
+
+
+class WithModes(torch.optim.AdamW):
+    """An optimizer that has a training mode and another one."""
+
+    def train(self) -> None:
+        """Changes nothing."""
+
+    eval = train
+
+
+def one_loss(model: nn.Module, x: Tensor) -> ForwardOutput:
+    """One loss by its name, and a number for a metric."""
+    loss = (model(x)[0] - 1).square().sum()
+    return ForwardOutput({"loss": (loss, len(x))}, outputs=loss.detach())
+
+
+def test_each_handler_is_known() -> None:
+    """Each that is attached; `LogFile` is the base of two."""
+    kinds = {name: kind for name in handlers.__all__ if isinstance(kind := getattr(handlers, name), type)}
+    known = {name for name, kind in kinds.items() if issubclass(kind, Handler)}
+    assert known - {"LogFile"} == ATTACHED.keys() - {"attach_metric"}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", ATTACHED)
+@pytest.mark.parametrize("ends", ["ends", "raises"])
+def test_a_handler_does_not_keep_the_trainer(name: str, ends: str, tmp_path: Path) -> None:
+    """A script that holds the handler alone has let the trainer go, and with the handler go model, optimizer and evaluator."""
+    shape = Shape(samples=2, inputs=8, width=4)
+    make(shape)
+    gc.collect()
+    gc.disable()
+    try:
+        model = Net(shape)
+        optimizer = WithModes(model.parameters(), lr=1e-3)
+        function = one_loss if name in ("SeveralGradients", "attach_metric") else forward
+        run = Run(create_trainer(model, optimizer, function), model, optimizer, create_evaluator(model, function), tmp_path)
+        handler = ATTACHED[name](run)
+        if ends == "raises":
+            run.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: 1 / 0)
+        with suppress(ZeroDivisionError):
+            run.trainer.run(Batches(shape, 4))
+        assert run.trainer.state.iteration >= 3
+        trainer, others = weakref.ref(run.trainer), [weakref.ref(one) for one in (model, optimizer, run.evaluator)]
+        del run, model, optimizer
+        assert trainer() is None
+        del handler
+        assert [one() for one in others] == [None] * 3
     finally:
         gc.enable()
 
