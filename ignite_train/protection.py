@@ -50,20 +50,23 @@ def protect_ranks(trainer: Trainer, protect: Protect, model: nn.Module) -> Train
     chosen = _chosen(protect)
     if collectives.world_size() == 1 and not any(chosen.values()):
         return trainer
+    unfit: set[str] = set()  # those that do nothing, or give a false alarm, unless the user knows better and names them
     own = own_parameters(model)
     if own and collectives.world_size() > 1:
-        named = protect if isinstance(protect, Mapping) else {}
-        chosen = {name: settings for name, settings in chosen.items() if name in named or name not in _CHECKS}
+        unfit.update(_CHECKS)
         logging.getLogger("ignite_train").info(
             "GradNormConsistency and StateConsistency are left out unless protect names them: DistributedDataParallel ignores "
             f"{own[0]!r} and {len(own) - 1} more parameters, which may differ between the ranks"
         )
     if trainer.replicas.are_elastic:  # a replica that has lost a rank ends, and is started again
-        chosen = {name: settings for name, settings in chosen.items() if isinstance(protect, Mapping) and name in protect}
-    if trainer.config["reduction"] == "local" and not (isinstance(protect, Mapping) and protect.get(_CHECKS[0])):
-        chosen.pop(_CHECKS[0], None)  # each rank has a norm of its own
+        unfit.update(_NAMES)
+    if trainer.config["reduction"] == "local":  # each rank has a norm of its own
+        unfit.add("grad_norm_consistency")
+    named = protect if isinstance(protect, Mapping) else {}
     handlers = []
     for name, settings in chosen.items():
+        if name in unfit and name not in named:
+            continue
         handler, where = _make(trainer, name, settings)
         handler.leave_unattached()  # in a single process, and where the settings of the next one are refused
         handlers.append((handler, where))
