@@ -513,8 +513,8 @@ class Checkpoint(Handler):
             for trainer in run.each_trainer:
                 if not trainer.replicas.have_own_weights:
                     raise RuntimeError(
-                        "save() was called in an evaluation for which OptimizerModes has put other weights into the model; "
-                        "save after it"
+                        "save() was called in an evaluation or inside swapped_in(), for which OptimizerModes or an average has "
+                        "put other weights into the model; save after it"
                     )
                 trainer.verify_ranks()  # a state on which the ranks do not agree must not be saved
             manifest = self._manifest()

@@ -113,7 +113,7 @@ class OptimizerModes(Handler):
         """In this `with` the optimizer is in its eval mode; afterwards its mode and the bits of the weights are as before."""
         with torch.no_grad():
             kept = [weight.clone() for weight in self._weights()]
-        settings, may_stay = self._settings(), False
+        settings, may_stay, had_own = self._settings(), False, replicas.have_own_weights
 
         def is_as_before() -> bool:
             return self._settings() == settings and all(map(torch.equal, self._weights(), kept))
@@ -122,7 +122,7 @@ class OptimizerModes(Handler):
             self.optimizer.train()
             if may_stay and not is_as_before():  # `train` has changed something and `eval` had not
                 self.optimizer.eval()
-            replicas.have_own_weights = True
+            replicas.have_own_weights = had_own
             with torch.no_grad():
                 foreach_copy_(self._weights(), kept)
 

@@ -125,7 +125,8 @@ class Replicas:
     Attributes:
         are_equal: False while replicas that train locally differ.
         are_elastic: whether they come and go, so that others take part though there is one rank.
-        have_own_weights: False during an evaluation with other weights in the model, which must not be saved.
+        have_own_weights: False while a handler has put other weights into the model, for an evaluation say, which must not be
+            saved.
         rank: the number of this process, and `num_ranks` how many there are; asked once, since the parts of an update are made
             for them.
         num_data_ranks: how many ranks, or groups of ranks that are fed the same, have samples of their own.

@@ -29,7 +29,7 @@ from ignite_train.model.averaged_tensors import (
 )
 from ignite_train.model.in_full import in_full
 from ignite_train.ranks import collectives
-from ignite_train.trainer import Trainer
+from ignite_train.trainer import Replicas, Trainer
 
 __all__ = ["AveragingHandler"]
 
@@ -59,6 +59,8 @@ class AveragingHandler(Handler):
 
     follows_until_first = False
 
+    _replicas: Replicas  # of the trainer, since `attach`
+
     def __init__(self, device: str | torch.device | None) -> None:
         try:
             self.device = None if device is None else torch.device(device)
@@ -85,7 +87,7 @@ class AveragingHandler(Handler):
             raise ValueError(
                 f"device must be left out for a sharded model, got {str(self.device)!r}: each rank keeps its shards"
             )
-        self._model = model
+        self._model, self._replicas = model, trainer.replicas
         if self.num_updates == 0:  # or else it was taken off, and continues
             self._averages = {name: self._average(value) for name, value in averaged_tensors(model).items()}
             self._begun_at = None
@@ -130,12 +132,15 @@ class AveragingHandler(Handler):
         with torch.no_grad():
             weights, averages = self._weights(), local_tensors(self._averages.values())
             kept = [weight.to(average.device, copy=True) for weight, average in zip(weights, averages, strict=True)]
+        replicas, had_own = self._replicas, self._replicas.have_own_weights
 
         @torch.no_grad()
         def put_back() -> None:
             foreach_copy_(self._weights(), kept)
+            replicas.have_own_weights = had_own
 
         try:
+            replicas.have_own_weights = False
             self._put_in()
             self._is_swapped_in = True
             yield
@@ -157,17 +162,8 @@ class AveragingHandler(Handler):
         self.num_updates = number
 
     def state_dict(self) -> dict[str, Any]:
-        """`"num_updates"`, and under `"model"` the state of the model with the averages in the place of the weights.
-
-        Raises:
-            RuntimeError: the averages are swapped in, so that a checkpoint would have them for the weights that are trained.
-        """
+        """`"num_updates"`, and under `"model"` the state of the model with the averages in the place of the weights."""
         model = self._attached()
-        if self._is_swapped_in:
-            raise RuntimeError(
-                "state_dict() was called inside swapped_in() or an evaluation of the average, where the model does not have "
-                "its own weights; save after it"
-            )
         if self.follows_until_first:
             self._begin_average()
         names = {id(value): name for name, value in averaged_tensors(model).items()}

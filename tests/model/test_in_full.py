@@ -221,7 +221,10 @@ def with_swapped_averages() -> Case:
         with ema.swapped_in():
             draw()
 
-    return use, lambda: (bit_by_bit(model.state_dict()), ema._is_swapped_in), (averaging_handler.AveragingHandler.swapped_in,)
+    def look() -> Any:
+        return bit_by_bit(model.state_dict()), ema._is_swapped_in, trainer.replicas.have_own_weights
+
+    return use, look, (averaging_handler.AveragingHandler.swapped_in,)
 
 
 def with_other_optimizer_modes() -> Case:
