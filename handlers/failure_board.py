@@ -105,10 +105,6 @@ class FailureBoard(Handler):
         trainer.on_exit.append(self._finish)
         trainer.prepend_event_handler(Events.EXCEPTION_RAISED, self._fail)
 
-    def detach(self, trainer: Trainer) -> None:
-        """Watches no later run of `trainer`; a run under way is watched until it is over."""
-        trainer.on_enter.remove(self._start)
-
     def _start(self, trainer: Trainer) -> None:
         messages = SealedMessages.start(partial(start_description, trainer))
         if messages is not None:

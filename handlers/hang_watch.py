@@ -110,10 +110,6 @@ class HangWatch(Handler):
         trainer.on_enter.append(self._start)
         trainer.on_exit.append(self._finish)
 
-    def detach(self, trainer: Trainer) -> None:
-        """Stops watching later runs of `trainer`; a running one is watched until it is over."""
-        trainer.on_enter.remove(self._start)
-
     def _start(self, trainer: Trainer) -> None:
         alone = collectives.world_size() == 1
         standstill = self.timeout_seconds if alone else self.standstill_seconds

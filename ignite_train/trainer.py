@@ -39,7 +39,7 @@ from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback, RankRequests
 from ignite_train.state import Carried, TrainState, UpdateOutput
 
-__all__ = ["DefaultHandler", "Moments", "OutputTransform", "Process", "Replicas", "Trainer"]
+__all__ = ["Moments", "OutputTransform", "Process", "Replicas", "Trainer"]
 
 _COUNTERS = ("iteration", "num_steps", "num_skipped", "num_micro_batches")
 _ARGUMENTS_OF_RUN = ("data", "max_epochs", "max_iters", "epoch_length", "resume")
@@ -87,13 +87,6 @@ class Process(Protocol):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes it over."""
-
-
-class DefaultHandler(Protocol):
-    """A handler that is attached by default, and taken off where the user attaches one of its kind; see `protection.py`."""
-
-    def detach(self, trainer: Trainer) -> None:
-        """Undoes its `attach`. All ranks must call it."""
 
 
 @dataclass(slots=True)
@@ -202,7 +195,7 @@ class Trainer(Loop):
         self.parts: dict[str, Stateful] = dict(parts)
         self.config = dict(settings)
         self.checkpoint: Any = None
-        self.default_handlers: list[DefaultHandler] = []  # attached by default and not by the user
+        self.default_handlers: list[Attachable] = []  # attached by default and not by the user
         self.data = RunData(
             grouping, self.state, self.progress, self.requests, lambda: this.fire_event(Events.DATALOADER_STOP_ITERATION)
         )
@@ -597,10 +590,15 @@ class Trainer(Loop):
             piggyback.settle()
 
     def replace_default(self, handler: object) -> None:
-        """Takes off the default handler of the same kind. A handler that can be a default calls it when it is attached."""
+        """Takes off the default handler of the same kind. A handler that can be a default calls it when it is attached.
+
+        One that watches whole runs, by its methods, still watches the run that is under way.
+        """
         for default in [default for default in self.default_handlers if isinstance(handler, type(default))]:
             self.default_handlers.remove(default)
-            default.detach(self)
+            self.on_enter = [function for function in self.on_enter if owner_of(function) is not default]
+            for event in [event for event, other, _ in attached(self) if other is default]:
+                self.remove_event_handler(default, event)
 
     @property
     def expected_updates(self) -> int | None:

@@ -200,7 +200,6 @@ class PiggybackHandler(Handler, Piggyback):
     is_collective = True
 
     trainer: Trainer
-    _handle: RemovableEventHandle
 
     def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
         """Calls the handler at `event`, before other handlers there. It must fire in the same updates on all ranks."""
@@ -210,12 +209,7 @@ class PiggybackHandler(Handler, Piggyback):
             trainer.piggybacks.append(self)
             # In the order of attaching, as `verify_ranks` and the updates do: the first finding is the closest to the cause.
             trainer.add_evaluation_handler(Events.COMPLETED, self.settle)
-        self._handle = trainer.prepend_event_handler(event, self)
-        return self._handle
-
-    def detach(self, trainer: Trainer) -> None:  # noqa: ARG002  # of a `DefaultHandler`
-        """Does nothing in later updates. All ranks must call it."""
-        self._handle.remove()
+        return trainer.prepend_event_handler(event, self)
 
     def __call__(self, trainer: Trainer) -> None:
         """Notes what is to travel."""

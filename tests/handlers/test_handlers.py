@@ -101,12 +101,12 @@ def test_a_handler_that_would_count_or_start_twice_is_attached_once(name: str) -
     """To one trainer; another of its class may be attached, and the same one again after it was taken off."""
     trainer, _, _ = make()
     handler = ONCE[name]()
-    handler.attach(trainer)
+    handle = handler.attach(trainer)
     with pytest.raises(ValueError, match=f"^{name} must be attached once to a trainer, got the same one again; make another"):
         handler.attach(trainer)
     ONCE[name]().attach(trainer)
-    if hasattr(handler, "detach"):
-        handler.detach(trainer)
+    if handle is not None:
+        handle.remove()
         handler.attach(trainer)
 
 

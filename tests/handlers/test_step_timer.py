@@ -159,9 +159,9 @@ def test_an_empty_report_is_empty() -> None:
 def test_a_detached_timer_measures_nothing_more() -> None:
     """What it has measured stays."""
     timer, trainer = StepTimer(ranges="record_function"), make()
-    timer.attach(trainer)
+    handle = timer.attach(trainer)
     trainer.run(DATA, max_iters=4)
-    timer.detach(trainer)
+    handle.remove()
     trainer.run(DATA, max_iters=9)
     assert timer.summary()["forward"].updates == 4
     assert trainer.sections.open_range is None
@@ -184,8 +184,8 @@ def test_a_section_does_nothing_where_no_timer_listens() -> None:
     timer, trainer = StepTimer(), make()
     with timer.section("mine"):
         pass
-    timer.attach(trainer)
-    timer.detach(trainer)
+    handle = timer.attach(trainer)
+    handle.remove()
     trainer.run(DATA, max_epochs=1)
     with timer.section("mine"):
         pass
@@ -367,7 +367,7 @@ def test_the_timer_has_the_times_of_the_device(monkeypatch: pytest.MonkeyPatch, 
             return cuts.forward(model, micro_batch)
 
     trainer = make(forward, accumulation_steps=3)
-    timer.attach(trainer)
+    handle = timer.attach(trainer)
     trainer.run(DATA, max_epochs=1)
     assert timer.summary(device=True) == {}
     FakeEvent.reached = FakeEvent.now
@@ -387,7 +387,7 @@ def test_the_timer_has_the_times_of_the_device(monkeypatch: pytest.MonkeyPatch, 
     heard: list[str | None] = []
     sections = trainer.sections
     sections.listeners.append(lambda _before, section: heard.append(section))
-    timer.detach(trainer)
+    handle.remove()
     trainer.run(DATA, max_epochs=2)
     assert "forward" in heard, "another listener stays"
     assert FakeEvent.now == FakeEvent.reached, "nothing more is timed on the device"
@@ -419,7 +419,7 @@ def of_a_rank() -> tuple[Any, ...]:
     for measured in (False, True):
         trainer = make(forward, options=UpdateOptions(reduction="explicit"), protect=False)
         if measured:
-            timer.attach(trainer, EVERY(every=2))
+            handle = timer.attach(trainer, EVERY(every=2))
             trainer.add_event_handler(EVERY, lambda: by_update.append(timer.seconds_by_rank.get("forward", [])))
         with count_traffic() as traffic:
             trainer.run(DATA, max_epochs=1)
@@ -427,7 +427,7 @@ def of_a_rank() -> tuple[Any, ...]:
     metrics = trainer.state.metrics
     assert by_update == [[], [], *[[2.0, 6.0]] * 4], "those of each interval travel with the next update"
     found = timer.seconds_by_rank, metrics["slowest_rank"], metrics["slowest_to_median"], counted, timer.table()
-    timer.detach(trainer)
+    handle.remove()
     metrics.clear()
     trainer.run(DATA, max_epochs=2)
     return *found, {*metrics}
