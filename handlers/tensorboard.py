@@ -30,7 +30,6 @@ from ignite_train.kinds_of_handlers.recording_handler import numbered_path
 from ignite_train.metrics import PUBLISHED_METRICS, grouped_metric, single_metrics
 from ignite_train.model.averaged_tensors import local_tensors
 from ignite_train.ranks import collectives
-from ignite_train.ranks.wrapping import unwrap
 from ignite_train.trainer import Trainer
 
 __all__ = ["TensorBoard"]
@@ -326,7 +325,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, bool | int | float | str
 
 def _weights_of(trainer: Trainer) -> dict[str, Tensor]:
     """The weights that are trained, by name; of a sharded weight this rank's shard."""
-    named = {name: weight.detach() for name, weight in unwrap(trainer.model).named_parameters() if weight.requires_grad}
+    named = {name: weight.detach() for name, weight in trainer.model.named_parameters() if weight.requires_grad}
     return dict(zip(named, local_tensors(named.values()), strict=True))
 
 

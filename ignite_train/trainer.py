@@ -204,7 +204,7 @@ class Trainer(Loop):
 
     @property
     def model(self) -> nn.Module:
-        """The model that is trained, with its wrapper."""
+        """The model that is trained, without the `DistributedDataParallel` around it."""
         model = self.parts["model"]
         assert isinstance(model, nn.Module)  # noqa: S101  # `create_trainer` has checked it
         return model
