@@ -13,10 +13,11 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from types import FrameType, MethodType
+from types import FrameType
 from typing import Any, NoReturn
 
 from ignite_train.arguments import describe, real_number
+from ignite_train.engine.attachable import owner_of
 from ignite_train.internals.of_torch import end_with_parent
 from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.in_full import in_full
@@ -103,7 +104,7 @@ class StopOnSignal(Handler):
         Raises:
             ValueError: the trainer has one already.
         """
-        if any(isinstance(one, MethodType) and isinstance(one.__self__, StopOnSignal) for one in trainer.on_enter):
+        if any(isinstance(owner_of(one), StopOnSignal) for one in trainer.on_enter):
             raise ValueError("a trainer must have one StopOnSignal at most, got a second; give the first more signals")
         trainer.on_exit.append(self._finish)
         trainer.enter_with(self._start)

@@ -37,7 +37,7 @@ from ignite_train.checkpoint.run_objects import PublishedMetrics, RunObjects
 from ignite_train.checkpoint.saved_run import SavedRun
 from ignite_train.checkpoint.tensor_files import Piece, local_box
 from ignite_train.checkpoint.tree import TreeEncoder, path_name, tensors_in
-from ignite_train.engine.attachable import Attachable, Stateful, numbered_name
+from ignite_train.engine.attachable import Attachable, Stateful, numbered_name, owner_of
 from ignite_train.engine.dispatch import attachables, attached
 from ignite_train.errors import CheckpointError
 from ignite_train.internals.of_torch import parts_of_schedule, version_of
@@ -264,8 +264,7 @@ def run_config(run: SavedRun) -> Any:
 
     What removes gradients, as `Freeze` does, changes the update, so that it is described with the trainer.
     """
-    functions = (one for trainer in run.each_trainer for one in trainer.moments.before_norm)
-    removing = [one.__self__ for one in functions if isinstance(one, MethodType)]
+    removing = [owner_of(one) for trainer in run.each_trainer for one in trainer.moments.before_norm]
     changes = _handler_settings([owner for owner in removing if isinstance(owner, Attachable)])
     description = {**run.trainer.config, "before_norm": changes} if changes else run.trainer.config
     return plain_config(run.config, description, _handler_settings(attachables(*run.engines)))
@@ -431,9 +430,9 @@ def _held(
     """
     for engine in run.engines:
         for _, handler, arguments in attached(engine):
+            if isinstance(handler, partial):
+                arguments, handler = (*handler.args, *handler.keywords.values(), *arguments), handler.func
             owner: Any = handler.__self__ if isinstance(handler, MethodType) else handler
-            if isinstance(owner, partial):
-                arguments, owner = (*owner.args, *owner.keywords.values(), *arguments), owner.func
             name, things, is_function = type(owner).__name__, dict[str, Any](), isinstance(owner, FunctionType)
             if is_function:
                 try:

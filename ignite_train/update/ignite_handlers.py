@@ -12,6 +12,7 @@ from ignite.handlers import BasicTimeProfiler
 from ignite.metrics import Metric, RunningAverage
 from ignite.metrics.accumulation import VariableAccumulation
 
+from ignite_train.engine.attachable import owner_of
 from ignite_train.engine.dispatch import attached
 from ignite_train.events import TrainEvents
 from ignite_train.trainer import Trainer
@@ -92,7 +93,7 @@ def _of_metrics(trainer: Trainer) -> Iterator[str]:
 
 def _of_profilers(trainer: Trainer) -> Iterator[str]:
     for _, handler, _ in attached(trainer):
-        if isinstance(handler, MethodType) and isinstance(handler.__self__, BasicTimeProfiler):
+        if isinstance(owner_of(handler), BasicTimeProfiler):
             yield (
                 "BasicTimeProfiler takes the length of the loader, in micro-batches, for the updates of an epoch, so that "
                 "its table has rows of zeros and wrong epochs; StepTimer and TrainingMetrics measure updates"

@@ -1582,12 +1582,14 @@ class Own:
             self.shadow[name].lerp_(parameter.detach(), 0.5)
 
 
-def test_tensors_of_any_object_and_modules_of_any_function_are_seen(tmp_path: Path, caplog: Any) -> None:
-    """Bound methods, objects, closures and arguments."""
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_tensors_of_any_object_and_modules_of_any_function_are_seen(is_partial: bool, tmp_path: Path, caplog: Any) -> None:
+    """Bound methods, with arguments by `functools.partial` too, objects, closures and arguments."""
     model = net()
     trainer = create_trainer(model, adamw(model), forward)
     average, critic = AveragedModel(model), nn.Linear(2, 2)
-    trainer.add_event_handler(TrainEvents.STEP_COMPLETED(every=1), Own(model).update)
+    update = Own(model).update
+    trainer.add_event_handler(TrainEvents.STEP_COMPLETED(every=1), partial(update) if is_partial else update)
 
     def in_closure() -> None:
         average.update_parameters(model)
