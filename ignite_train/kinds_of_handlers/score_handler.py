@@ -66,7 +66,7 @@ class ScoreHandler(Handler):
 
     @property
     def evaluator(self) -> Engine:
-        """What evaluates; None once the trainer is gone and nothing else holds it."""
+        """The evaluator whose scores it follows; None once the trainer is gone and nothing else holds it."""
         return self._evaluator()  # type: ignore[no-any-return]
 
     def scores(self) -> list[tuple[Engine, str | None, str | None]]:

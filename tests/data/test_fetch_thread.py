@@ -46,7 +46,7 @@ SECONDS = 200  # after which something that should happen has not
 
 
 def reading_threads() -> list[threading.Thread]:
-    """Those that run: Python also lists a thread whose start another test has interrupted by Ctrl-C."""
+    """The reading threads that run: Python also lists a thread whose start another test has interrupted by Ctrl-C."""
     running = filter(threading.Thread.is_alive, threading.enumerate())
     return [thread for thread in running if thread.name == FetchThread.__name__]
 

@@ -291,7 +291,7 @@ def train_with_an_optimizer_called_optimizer() -> Any:
 
 @pytest.mark.slow
 def test_each_of_several_optimizers_is_compared_whatever_they_are_called() -> None:
-    """One that is called as the only one would be does not hide the others; the message says which one differs."""
+    """An optimizer with the name of an only one does not hide the others; the message says which one differs."""
     expected = ("learning rate of group 0 of other",)
     assert run_ranks(train_with_an_optimizer_called_optimizer) == [expected] * 2
 

@@ -90,7 +90,7 @@ class Around(nn.Module):
 
 @pytest.mark.usefixtures("alone")
 def test_a_model_that_holds_the_wrapper_is_not_evaluated_by_what_is_in_it() -> None:
-    """It is trained as it is; the module inside of the wrapper would give another loss."""
+    """It is trained whole; the module inside of the wrapper would give another loss."""
     model = Around()
     trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).mean())
     record = trainer.run([X], max_epochs=1).update_output

@@ -285,7 +285,7 @@ def test_a_log_does_not_keep_the_trainer(log: str, tmp_path: Path) -> None:
 
 
 class Run(NamedTuple):
-    """What a handler is made for."""
+    """The objects that a handler is made for."""
 
     trainer: Trainer
     model: nn.Module
@@ -362,7 +362,7 @@ class WithModes(torch.optim.AdamW):
 
 
 def one_loss(model: nn.Module, x: Tensor) -> ForwardOutput:
-    """One loss by its name, and a number for a metric."""
+    """A loss by its name, and a number for a metric."""
     loss = (model(x)[0] - 1).square().sum()
     return ForwardOutput({"loss": (loss, len(x))}, outputs=loss.detach())
 
