@@ -69,7 +69,7 @@ class MinLearningRate(Handler):
                     f"update {trainer.state.iteration}: MinLearningRate ends the run: no rate is above "
                     f"minimum={self.minimum:g}; to continue, give it a lower one"
                 )
-            trainer.terminate(agreed=not trainer.replicas.are_elastic)  # each replica has a score of its own
+            trainer.terminate(agreed=not trainer.replicas.are_elastic)  # each replica has rates of its own
         self._was_above = self._was_above or above
 
     def state_dict(self) -> dict[str, Any]:
