@@ -154,15 +154,12 @@ def _replicated(model: nn.Module, name: ReductionName, *, accumulates: bool) -> 
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside a `DistributedDataParallel`: to run forward without a collective in it.
-
-    Raises:
-        TypeError: the model is a module of the user's that holds one, and does something itself.
-    """
+    """The module inside a `DistributedDataParallel`: to run forward without a collective in it."""
     ddp = _find_ddp(model)
     if ddp is None:
         return model
-    if not _only_wraps(model, ddp):
+    inside = {id(parameter) for parameter in ddp.parameters()}
+    if any(id(parameter) not in inside for parameter in model.parameters()):
         raise TypeError("model must be a DistributedDataParallel or contain none; pass the modules without their wrappers")
     module: nn.Module = ddp.module
     return module
@@ -239,7 +236,8 @@ def _hooked(model: nn.Module, ddp: DistributedDataParallel, name: ReductionName)
         raise ValueError(
             f"model must have all trainable parameters inside DistributedDataParallel, got {stray[0]!r} outside; {remedy}"
         )
-    module = ddp.module if _only_wraps(model, ddp) else model
+    only_wraps = innermost(model) is innermost(ddp.module)  # `ddp` itself, or compiled
+    module = ddp.module if only_wraps else model
     crossing = DDPCrossing(module, ddp)
     if crossing.averaged_over != collectives.world_size():
         raise ValueError(
@@ -259,11 +257,6 @@ def _refuse_wide_gradients(model: nn.Module, remedy: str) -> None:
                 f"model must have gradients of the dtype of its parameters in its wrapper, got {gradient_dtype(parameter)} as "
                 f"grad_dtype of {name}, which is {parameter.dtype}; {remedy}"
             )
-
-
-def _only_wraps(model: nn.Module, ddp: DistributedDataParallel) -> bool:
-    """Whether the model is `ddp` itself, or that compiled."""
-    return innermost(model) is innermost(ddp.module)
 
 
 def _find_ddp(model: nn.Module) -> DistributedDataParallel | None:

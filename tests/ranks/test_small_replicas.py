@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import spectral_norm
 
-from ignite_train import TrainEvents, UpdateOptions, count_traffic, create_evaluator, create_trainer
+from ignite_train import TrainEvents, UpdateOptions, count_traffic, create_trainer
 from ignite_train.ranks import collectives
 from ignite_train.ranks.replicas import SmallReplicasCrossing
 from ranks import run_ranks
@@ -75,29 +75,6 @@ def test_a_rank_without_data_does_as_the_others(monkeypatch: pytest.MonkeyPatch)
     with count_traffic("cpu") as traffic:
         ddp.module(X).sum().backward()
     assert traffic.collectives == []
-
-
-class Around(nn.Module):
-    """A model of the user's that holds the wrapper, and does something itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = DistributedDataParallel(nn.Linear(3, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 0 * self.net(x) + 7
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_model_that_holds_the_wrapper_is_not_evaluated_by_what_is_in_it() -> None:
-    """It is trained whole; the module inside of the wrapper would give another loss."""
-    model = Around()
-    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).mean())
-    record = trainer.run([X], max_epochs=1).update_output
-    assert record is not None
-    assert (trainer.model, record.loss) == (model, 7)
-    with pytest.raises(TypeError, match="must be a DistributedDataParallel or contain none"):
-        create_evaluator(model, lambda model, x: model(x).mean())
 
 
 def _with_forwards_between(ranks: list[int], backwards: int = 0) -> list[float]:
