@@ -48,7 +48,6 @@ class ModelSync(Handler):
     not_elastic = "it averages buffers over the ranks of a process group, and replicas that come and go are in none"
 
     is_collective = True
-    of_one_trainer = True
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None

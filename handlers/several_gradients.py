@@ -62,7 +62,6 @@ class SeveralGradients(Handler):
     not_elastic = "it would combine the gradients of one replica and not those of all"
 
     is_collective = True
-    of_one_trainer = True
 
     def __init__(self, combine: Combine, *, parameters: nn.Module | Iterable[nn.Parameter] | None = None) -> None:
         if not callable(combine):

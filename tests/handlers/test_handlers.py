@@ -45,9 +45,7 @@ from ignite_train.handlers import (
     LossScaleLogger,
     MinLearningRate,
     ModelEMA,
-    ModelSync,
     Profiler,
-    SeveralGradients,
     StepTimer,
     StopOnSignal,
     TimeLimit,
@@ -112,23 +110,17 @@ def test_a_handler_that_would_count_or_start_twice_is_attached_once(name: str) -
         handler.attach(trainer)
 
 
-@pytest.mark.parametrize("name", [*ONCE, "Validation", "GradientMonitor", "ModelSync", "SeveralGradients"])
+@pytest.mark.parametrize("name", [*ONCE, "Validation", "GradientMonitor"])
 def test_a_handler_has_one_trainer(name: str) -> None:
     """An average would be of the other model. The second is refused also where the first was deleted."""
     trainer, model, _ = make()
-    evaluator = create_evaluator(model, cuts.forward)
-    more = {
-        "Validation": lambda: Validation(evaluator, DATA),
-        "GradientMonitor": GradientMonitor,
-        "ModelSync": ModelSync,
-        "SeveralGradients": lambda: SeveralGradients(lambda _: None),
-    }
-    handler, given = {**ONCE, **more}[name](), {"evaluator": evaluator} if name == "ModelSync" else {}
-    handler.attach(trainer, **given)
+    more = {"Validation": lambda: Validation(create_evaluator(model, cuts.forward), DATA), "GradientMonitor": GradientMonitor}
+    handler = {**ONCE, **more}[name]()
+    handler.attach(trainer)
     del trainer
     gc.collect()
     with pytest.raises(ValueError, match=f"^{name} must be attached to one trainer, got a second; make another {name} for it$"):
-        handler.attach(make()[0], **given)
+        handler.attach(make()[0])
 
 
 def test_a_handler_that_one_trainer_refused_may_be_attached_to_another() -> None:
