@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -240,7 +240,8 @@ class Checkpoint(Handler):
 
         Raises:
             CheckpointError: no checkpoint has a score, or it cannot be read.
-            RuntimeError: `attach` was not called, or the run has not ended.
+            RuntimeError: `attach` was not called, or the run has not ended; or the trainer is gone, and not all is known that
+                was attached to it.
         """
         self._refuse_unattached()
         if self._is_running:
@@ -260,7 +261,7 @@ class Checkpoint(Handler):
         objects, evaluator = self._run.objects(), self._run.evaluator
         handlers = [*evaluator.scored_weights] if isinstance(evaluator, Evaluator) else []
         states = [objects.of(one.has_weights) for one in handlers]
-        known = together(collectives.gather_objects, f"reading {found.path}", lambda: names_in(found.path))[0]
+        known = together(collectives.gather_objects, f"reading {found.path}", lambda: self._names_in(found, states))[0]
         lacking = [one for one, state in zip(handlers, states, strict=True) if not state or not state.keys() <= known]
         if lacking:
             handlers, states = [], []
@@ -276,6 +277,15 @@ class Checkpoint(Handler):
             for one in reversed(handlers):  # left in the other order, which is that of an evaluation
                 stack.enter_context(one.left_in())
             together(collectives.gather_objects, f"loading {found.path}", restore)
+
+    def _names_in(self, found: BestCheckpoint, scored: Sequence[Mapping[str, Any]]) -> set[str]:
+        if not all(scored):  # what was attached last is not known
+            self._refuse_without_trainer("load_best")
+        return names_in(found.path)
+
+    def _refuse_without_trainer(self, method: str) -> None:
+        if self._run.reference() is None:
+            raise RuntimeError(f"{method}() was called when the trainer was gone; keep the trainer until then")
 
     def _why_no_score(self) -> str:
         """The cause and the remedy, for a message."""
@@ -366,9 +376,10 @@ class Checkpoint(Handler):
         Raises:
             ValueError: `resume` has an unknown value, or it is `"never"` and the directory has checkpoints.
             CheckpointError: no checkpoint was found where one must be, or none is whole, or it is of another run.
-            RuntimeError: `attach` was not called.
+            RuntimeError: `attach` was not called, or the trainer is gone.
         """
         self._refuse_unattached()
+        self._refuse_without_trainer("restore")
         self.saver.wait()
         self._run.begin(self._held.names(self._run))
         with paused_collection():
@@ -494,8 +505,7 @@ class Checkpoint(Handler):
                 trainer is gone.
         """
         self._refuse_unattached()
-        if self._run.reference() is None:
-            raise RuntimeError("save() was called when the trainer was gone; keep the trainer until the last save")
+        self._refuse_without_trainer("save")
         if self._is_running and not self._run.is_between_updates:
             self.cadence.request()
             return

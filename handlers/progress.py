@@ -49,7 +49,7 @@ _TABLE_COLUMNS = 68  # beside the names of the rows, on a terminal of 80
 _TOO_MUCH = 1e24  # for the prefixes of SI
 _LONG_WAIT = 0.1  # a fraction of the time in which the loader is waited for that a line mentions
 _MUCH_SLOWER = 1.5  # times the time of the median rank, for a line to name the slowest
-_MEASURED = {"samples_per_second", "slowest_to_median"}  # shown once this run has measured them
+_MEASURED = {"data_wait", "samples_per_second", "slowest_to_median", "time_to_go"}  # shown once this run has measured them
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 _BAR_WITHOUT_TOTAL = "{desc} {n_fmt} [{elapsed}{postfix}]"
 
@@ -63,12 +63,13 @@ class ProgressLog(Handler):
     left out: a learning rate is shown once it has changed, skipped updates when there are new ones, the share of the time in
     which the loader is waited for from 10% on, and, with `StepTimer`, the slowest rank from 1.5 times the median on. Where room
     is short, a line keeps the score that a handler follows, or the first of the user's logs, rather than the learning rate. A
-    bar has the learning rate and the speed if there is room for them, and it counts the time to go by itself, at the mean speed
-    of this run with all that it does beside updates; in a line it is that of `TrainingMetrics`. An evaluation has a bar of its
-    own, and a line with its metrics, each with the training's beside it. As long as an attached `TrainingMetrics` has published
-    nothing in this epoch, only numbers of the training that have changed in it are shown there. At the end of the run there is
-    one more line if the user's logs have changed since the last line, as logs of the last epoch do that are published when it
-    is over. A short table ends the run: time by section, best score, skipped updates, memory, files, and up to three hints.
+    bar has the learning rate and the speed if there is room for them; its time to go counts down from the one that
+    `TrainingMetrics` published last, or is at the mean speed of this run without its first update. An evaluation has a bar of
+    its own, and a line with its metrics, each with the training's beside it. As long as an attached `TrainingMetrics` has
+    published nothing in this epoch, only numbers of the training that have changed in it are shown there. At the end of the run
+    there is one more line if the user's logs have changed since the last line, as logs of the last epoch do that are published
+    when it is over. A short table ends the run: time by section, best score, skipped updates, memory, files, and up to three
+    hints.
 
     Args:
         style: `"bar"`, or `"simple"` for lines, `"json"` for one JSON object a line with all metrics, `"none"` for nothing;
@@ -106,6 +107,8 @@ class ProgressLog(Handler):
         self._has_warned = False  # that a line could not be written
         self._evaluators: list[Engine] = []
         self._measured: dict[str, float] = {}  # by an earlier run or process
+        self._timed_from: tuple[int, float] | None = None  # the first update of this run, and when it was over
+        self._told = 0.0, 0.0  # the time to go that was published last, and that of each update
         self._latest: tuple[int, dict[str, float]] = (0, {})  # the update and the metrics of the latest line
         self._before_epoch: dict[str, float] = {}  # the trainer's metrics as its epoch began
 
@@ -173,11 +176,11 @@ class ProgressLog(Handler):
             place = {"epoch": state.epoch, "update": state.iteration, "total": total}
             self._print(json_line(place | grouped_metrics(metrics, self._left_out)))
         elif self._bar is None or not self._evaluators:
-            self._print(_line(_head(trainer, total), self._shown.parts(metrics)))
+            self._print(_line(_head(trainer, total), self._shown.parts(changed_numbers(metrics, self._measured))))
 
     def _metrics(self, trainer: Trainer) -> dict[str, float]:
         """The metrics of the trainer, and the losses and logs of those beside it under their names."""
-        metrics = changed_numbers(_with_loss(trainer, self._left_out), self._measured)
+        metrics = _with_loss(trainer, self._left_out)
         for name, held in self._beside.items():
             other = held()
             found = {} if other is None else _with_loss(other, self._left_out)
@@ -194,6 +197,7 @@ class ProgressLog(Handler):
 
     def _open(self, trainer: Trainer) -> None:
         state, self._started = trainer.state, time.perf_counter()
+        self._timed_from, self._told = None, (0.0, 0.0)
         self._begin, self._steps_before = state.iteration, state.num_steps
         self._shown.scores = self._scores(trainer)
         metrics = single_metrics(state.metrics, self._left_out)
@@ -232,6 +236,8 @@ class ProgressLog(Handler):
         bar = self._bar
         bar.n += 1
         now = time.perf_counter()
+        if self._timed_from is None:
+            self._timed_from = trainer.state.iteration, now
         if now - self._refreshed >= _REFRESH_SECONDS or bar.n - 1 == self._begin:
             self._refreshed = now
             bar.set_description_str(f"epoch {_of(trainer.state.epoch, trainer.state.max_epochs)}", refresh=False)
@@ -244,18 +250,28 @@ class ProgressLog(Handler):
 
     def _postfix(self, trainer: Trainer, now: float, room: float) -> str:
         """The text behind the bar, cut to `room` columns."""
-        state, metrics = trainer.state, self._metrics(trainer)
-        done, seconds = max(state.iteration - self._begin, 1), max(now - self._started, 1e-9)
+        state, metrics = trainer.state, changed_numbers(self._metrics(trainer), self._measured)
         losses = [name for name in ("loss", *sorted(self._shown.losses)) if name in metrics]
         parts = {name: (index, f"{name} {metrics[name]:.4g}") for index, name in enumerate(losses)}
         if state.update_output is not None and state.update_output.learning_rates:
             parts["learning_rate"] = (3, f"lr {state.update_output.learning_rates[0]:.3g}")
-        samples = metrics.get("samples_per_second")
-        speed = f"{done / seconds:.3g} updates/s" if samples is None else f"{_thousands(samples)} {self.unit}/s"
-        parts["speed"] = (2, speed)
+        seconds = self._seconds_an_update(state.iteration, now)
+        if (samples := metrics.get("samples_per_second")) is not None:
+            parts["speed"] = (2, f"{_thousands(samples)} {self.unit}/s")
+        elif seconds:
+            parts["speed"] = (2, f"{1 / seconds:.3g} updates/s")
         if (total := trainer.expected_updates) is not None:
-            parts["time_to_go"] = (1, f"{_clock((total - state.iteration) * seconds / done)} left")
+            left, told = total - state.iteration, metrics.get("time_to_go")
+            if told is not None and told != self._told[0]:
+                self._told = told, told / max(left, 1)
+            if seconds := seconds if told is None else self._told[1]:
+                parts["time_to_go"] = (1, f"{_clock(left * seconds)} left")
         return ", ".join(_fitting(parts, room))
+
+    def _seconds_an_update(self, update: int, now: float) -> float:
+        """The mean of this run, without its first update, before which workers start and graphs are compiled; or 0."""
+        first, began = (update, now) if self._timed_from is None else self._timed_from
+        return (now - began) / (update - first) if update > first else 0.0
 
     def _open_evaluation(self, evaluator: Engine, tag: str) -> None:
         if self._evaluation_bar is not None:  # a widget: one for all evaluations

@@ -229,6 +229,7 @@ class StepTimer(PiggybackHandler):
     def _start(self, _trainer: Trainer) -> None:
         assert self._sections is not None  # noqa: S101  # attached
         self._before, self._own, self._path = self._sections.seconds(), {}, []
+        self.seconds_by_rank = {}  # of the run before
 
     def _mark_on_device(self, _before: str | None, section: str | None) -> None:
         assert self._on_device is not None  # noqa: S101  # attached

@@ -98,7 +98,7 @@ def dealt_order(loader: Iterable[Any] | None) -> DealtOrder | None:
 def _dealt_by(loader: DataLoader[Any]) -> ShardedSampler | TokenBudgetSampler | None:
     """The sampler that deals the samples of a loader, or its batches, out to the ranks."""
     if isinstance(loader, ResumableLoader):
-        return loader.order
+        return loader.dealt_by
     return next((one for one in samplers_of(loader) if isinstance(one, (ShardedSampler, TokenBudgetSampler))), None)
 
 
@@ -197,8 +197,9 @@ def _describe_batches(loader: DataLoader[Any]) -> dict[str, Any]:
     if loader.batch_size is None and loader.batch_sampler is not None:
         batch_sampler: Any = loader.batch_sampler
         described["batch_sampler"] = type(batch_sampler).__name__
-        if isinstance(dealt_by := _dealt_by(loader), TokenBudgetSampler):
-            return described | dealt_by.describe()
+        dealer = loader.dealt_by if isinstance(loader, ResumableLoader) else batch_sampler
+        if isinstance(dealer, TokenBudgetSampler):
+            return described | dealer.describe()
         if not cuts_batches(batch_sampler):
             return described
         sampler = batch_sampler.sampler

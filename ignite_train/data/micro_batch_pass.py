@@ -146,7 +146,8 @@ class MicroBatchPass:
             position: the position after them.
         """
         self._place, self._num_done = DataPosition(self.loader, copies=not isinstance(self.loader, Stream)), skip
-        with self._place.opening(position, skip):
+        with self._place.opening():
+            self._place.find(position, skip)
             self._plan = self._make_plan(skip, position)
             self.max_micro_batches, self.more = None, 1
             self._rounds = 0  # what the groups since the position was found add up to, if none is cut short

@@ -96,26 +96,28 @@ class DataPosition:
         self.reads_past = self.has_restored = False  # the latter: the loader's own state was put back within a pass
 
     @contextmanager
-    def opening(self, saved: Mapping[str, Any], skip: int) -> Iterator[None]:
-        """A `with` for opening a pass that begins after the `skip` groups after which `saved` was written. Collective.
+    def opening(self) -> Iterator[None]:
+        """In it the pass is found and opened: after an error the generators are as before, and the next run draws the same."""
+        self._before = {**capture_random_state(), "own": self._own_generators()}
+        try:
+            yield
+        except BaseException:
+            self._put_back(self._before)
+            raise
 
-        In it `reads_past` says whether these groups must still be read, `jumps` whether `len()` counts only what is left, and
-        `at_end` whether the loader has nothing left for this pass. After an error the random generators are as before, and the
-        next run draws the same.
+    def find(self, saved: Mapping[str, Any], skip: int) -> None:
+        """Prepares, in `opening`, for a pass that begins after the `skip` groups after which `saved` was written. Collective.
+
+        Afterwards `reads_past` says whether these groups must still be read, `jumps` whether `len()` counts only what is left,
+        and `at_end` whether the loader has nothing left for this pass.
 
         Raises:
             ValueError: another number of ranks wrote it and the loader cannot seek; or it is another loader, so that samples
                 would be missed or used twice.
             CheckpointError: it cannot be the place in this loader.
         """
-        self._before = {**capture_random_state(), "own": self._own_generators()}
-        try:
-            with self._refusing() if saved else nullcontext():
-                self._find(saved, skip)
-            yield
-        except BaseException:
-            self._put_back(self._before)
-            raise
+        with self._refusing() if saved else nullcontext():
+            self._find(saved, skip)
 
     def _find(self, saved: Mapping[str, Any], skip: int) -> None:
         self._compare(saved, in_epoch=skip > 0)
@@ -210,8 +212,10 @@ class DataPosition:
         position: dict[str, Any] = {"world_size": self._num_ranks, "generators": self._own_generators()}
         position["description"] = self._description
         if self._seekable is not None:
-            samples = self._first_sample + rounds * self._seekable.samples_per_round  # too many where the last group was cut
-            return position | {"samples": min(samples, self._description.get("samples", samples))}
+            samples = self._first_sample + rounds * self._seekable.samples_per_round
+            if isinstance(self._loader, ResumableLoader):  # the last group of an epoch may be cut short
+                samples = min(samples, self._loader.dealt_by.num_entries)
+            return position | {"samples": samples}
         position |= {"micro_batches": given, "exhausted": self.exhausted and latest, "opening": self._opening}
         if self._stateful is not None:
             state, generators = self._notes[latest]
@@ -234,7 +238,8 @@ class DataPosition:
         if accepted:
             refused, harmless = [], [*refused, *harmless]
         if harmless and collectives.is_main_rank():
-            _logger.warning(f"the data is not that with which this epoch began: {', '.join(harmless)}")
+            began = "this epoch began" if in_epoch else "the epoch before began"
+            _logger.warning(f"the data is not that with which {began}: {', '.join(harmless)}")
         found = collectives.gather_objects(refused) if in_epoch and not accepted else []
         reports = [f"{'; '.join(lines):.400} (rank {rank})" for rank, lines in enumerate(found) if lines]
         if reports:

@@ -64,7 +64,7 @@ class ResumableLoader(DataLoader[Any]):
             `fetch_in_thread` `prefetch_factor` is how many micro-batches are read ahead at most; 2 by default.
 
     Attributes:
-        order: the sampler that deals samples or batches out to the ranks.
+        dealt_by: the sampler that deals samples or batches out to the ranks.
 
     Raises:
         ValueError: one of `options` is about order or seeds, or `batches` is of another number of samples; or
@@ -111,18 +111,18 @@ class ResumableLoader(DataLoader[Any]):
             refused.append("in_order")
         if refused:
             raise ValueError(f"{refused[0]} must be left out of a ResumableLoader, which chooses order and seeds by itself")
-        self.order: ShardedSampler | TokenBudgetSampler
+        self.dealt_by: ShardedSampler | TokenBudgetSampler
         if batches is None:
             if not isinstance(shuffle, bool):
                 raise TypeError(
                     f"shuffle must be given, as True or False, got {describe(shuffle)}; or pass batches=TokenBudgetSampler(...)"
                 )
-            self.order = sampler = _KeySampler(dataset, shuffle=shuffle, seed=seed, mesh=mesh)
+            self.dealt_by = sampler = _KeySampler(dataset, shuffle=shuffle, seed=seed, mesh=mesh)
             options |= {"batch_size": positive_int("batch_size", batch_size), "sampler": sampler, "drop_last": drop_last}
         else:
             given = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last or None, "mesh": mesh}
             _check_batches(batches, dataset, **given)
-            self.order, options["batch_sampler"] = batches, _KeyBatches(batches)
+            self.dealt_by, options["batch_sampler"] = batches, _KeyBatches(batches)
         self._ahead = 0
         if fetch_in_thread:
             given = options.pop("prefetch_factor", None)
@@ -136,10 +136,10 @@ class ResumableLoader(DataLoader[Any]):
         self._seed = whole_number("seed", seed)
 
     def __repr__(self) -> str:
-        if isinstance(self.order, TokenBudgetSampler):
-            return f"{type(self).__name__}(batches={self.order!r}, seed={self._seed})"
-        samples = f"{self.order.describe()['samples']} samples, batch_size={self.batch_size}"
-        return f"{type(self).__name__}({samples}, shuffle={self.order.describe()['shuffle']}, seed={self._seed})"
+        if isinstance(self.dealt_by, TokenBudgetSampler):
+            return f"{type(self).__name__}(batches={self.dealt_by!r}, seed={self._seed})"
+        samples = f"{self.dealt_by.describe()['samples']} samples, batch_size={self.batch_size}"
+        return f"{type(self).__name__}({samples}, shuffle={self.dealt_by.describe()['shuffle']}, seed={self._seed})"
 
     @property
     def fetches_in_thread(self) -> bool:
@@ -154,25 +154,25 @@ class ResumableLoader(DataLoader[Any]):
     @property
     def samples_per_round(self) -> int:
         """Samples in one micro-batch of each rank; with `batches` the place is counted in these, and it is one of each rank."""
-        return int(self.batch_size or 1) * self.order.dealing.size
+        return int(self.batch_size or 1) * self.dealt_by.dealing.size
 
     def seek(self, samples: int) -> None:
         """Lets the next pass start after `samples` samples, counted over all ranks; `len()` then counts what is left.
 
         With `batches` it is so many batches.
         """
-        self.order.seek(samples)
+        self.dealt_by.seek(samples)
 
     def deal_by(self, dealing: Dealing) -> None:
         """Has the next passes deal samples to others than the ranks; a trainer whose replicas come and go calls it."""
-        self.order.dealing = dealing
+        self.dealt_by.dealing = dealing
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next pass; a trainer calls it."""
-        self.order.set_epoch(epoch)
+        self.dealt_by.set_epoch(epoch)
 
     def __iter__(self) -> Any:
-        refuse_other_length(len(self.dataset), self.order.describe()["samples"])  # type: ignore[arg-type]
+        refuse_other_length(len(self.dataset), self.dealt_by.describe()["samples"])  # type: ignore[arg-type]
         self.generator.manual_seed(self._seed % 2**64)
         if not self._ahead:
             return super().__iter__()

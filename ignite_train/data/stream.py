@@ -137,7 +137,8 @@ class Stream:
     def _begin_pass(self, saved: Mapping[str, Any]) -> None:
         set_epoch(self.data, self._passes)
         self._place, self._since_found = DataPosition(self.data), 0
-        with self._place.opening(saved, self._given):
+        with self._place.opening():
+            self._place.find(saved, self._given)
             self._start = {}
             self._micro_batches = self._place.open()
             if self._place.reads_past:

@@ -162,8 +162,18 @@ class AveragingHandler(Handler):
         self.num_updates = number
 
     def state_dict(self) -> dict[str, Any]:
-        """`"num_updates"`, and under `"model"` the state of the model with the averages in the place of the weights."""
+        """`"num_updates"`, and under `"model"` the state of the model with the averages in the place of the weights.
+
+        Raises:
+            RuntimeError: the averages are swapped in, so that what is stored beside it would have them for the weights that are
+                trained.
+        """
         model = self._attached()
+        if self._is_swapped_in:
+            raise RuntimeError(
+                "state_dict() was called inside swapped_in() or an evaluation of the average, where the model does not have "
+                "its own weights; save after it"
+            )
         if self.follows_until_first:
             self._begin_average()
         names = {id(value): name for name, value in averaged_tensors(model).items()}

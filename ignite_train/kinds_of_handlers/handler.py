@@ -199,12 +199,17 @@ class PiggybackHandler(Handler, Piggyback):
 
     is_collective = True
 
-    trainer: Trainer
+    _trainer: weakref.ref[Trainer]
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer to which it was attached last, which may not be gone yet."""
+        return self._trainer()  # type: ignore[return-value]
 
     def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
         """Calls the handler at `event`, before other handlers there. It must fire in the same updates on all ranks."""
         trainer.replace_default(self)
-        self.trainer = weakref.proxy(trainer)  # or else it would keep itself alive
+        self._trainer = weakref.ref(trainer)  # which has this handler
         if collectives.world_size() > 1 and self not in trainer.piggybacks:
             trainer.piggybacks.append(self)
             # In the order of attaching, as `verify_ranks` and the updates do: the first finding is the closest to the cause.

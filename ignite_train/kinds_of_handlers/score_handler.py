@@ -48,11 +48,11 @@ class ScoreHandler(Handler):
     of_one_trainer = True
 
     _state: TrainState
+    _evaluator: Callable[[], Engine | None]
 
     def __init__(self, evaluator: Engine, score: str, mode: Literal["min", "max"] | None = None) -> None:
         check_evaluator(evaluator)
-        self._evaluator: Callable[[], Any] = lambda: evaluator  # a weak reference, once it is attached
-        self.score = score
+        self.evaluator, self.score = evaluator, score
         self.mode = score_mode(score, mode, of=type(self).__name__)
         self._latest_update: int | None = None
 
@@ -67,7 +67,11 @@ class ScoreHandler(Handler):
     @property
     def evaluator(self) -> Engine:
         """The evaluator whose scores it follows; None once the trainer is gone and nothing else holds it."""
-        return self._evaluator()  # type: ignore[no-any-return]
+        return self._evaluator()  # type: ignore[return-value]
+
+    @evaluator.setter
+    def evaluator(self, evaluator: Engine) -> None:
+        self._evaluator = lambda: evaluator  # a weak reference, once it is attached
 
     def scores(self) -> list[tuple[Engine, str | None, str | None]]:
         """Its own."""

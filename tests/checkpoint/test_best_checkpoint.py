@@ -34,7 +34,7 @@ from ignite_train import (
 from ignite_train.checkpoint import best, find
 from ignite_train.checkpoint.capture import plain_config
 from ignite_train.checkpoint.directory import CheckpointDirectory, commit
-from ignite_train.handlers import Checkpoint, EarlyStopping, TrainingMetrics, Validation
+from ignite_train.handlers import Checkpoint, EarlyStopping, ModelEMA, TrainingMetrics, Validation
 from ignite_train.ranks import collectives
 from ignite_train.tools.checkpoint_command import checkpoint_command as main
 from ranks import run_ranks
@@ -98,8 +98,30 @@ def test_a_script_may_keep_the_checkpoint_alone(tmp_path: Path) -> None:
     assert checkpoint.latest.name == "update-00000004.1"
     assert checkpoint.load_best().path == tmp_path / "update-00000002"
     assert whole(model) == weights[1]
-    with pytest.raises(RuntimeError, match="keep the trainer until the last save"):
+    with pytest.raises(RuntimeError, match=r"^save\(\) was called when the trainer was gone; keep the trainer until then"):
         checkpoint.save()
+
+
+def test_the_best_average_is_not_loaded_where_the_trainer_went_before_all_was_known(tmp_path: Path) -> None:
+    """The average was attached behind the checkpoint, and no run has asked for it since: no other weights are loaded."""
+
+    def build(*, runs: bool) -> tuple[Checkpoint, Any]:
+        model = cuts.linear()
+        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), cuts.forward)
+        evaluator = create_evaluator(model, cuts.forward)
+        checkpoint, ema = Checkpoint(tmp_path, score="loss", mode="min"), ModelEMA()
+        checkpoint.attach(trainer, evaluator=evaluator)
+        ema.attach(trainer)
+        ema.use_in(evaluator)
+        if runs:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: evaluator.run(cuts.cut(cuts.samples(), [4])))
+            trainer.run(cuts.cut(cuts.samples(), [8] * 4), max_epochs=1)
+        return checkpoint, evaluator
+
+    build(runs=True)
+    checkpoint, _ = build(runs=False)
+    with pytest.raises(RuntimeError, match=r"load_best\(\) was called when the trainer was gone; keep the trainer"):
+        checkpoint.load_best()
 
 
 def test_of_equal_scores_the_first(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from ignite.engine import Events
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SubsetRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SubsetRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ignite_train import (
@@ -237,6 +237,47 @@ def test_samples_that_came_after_a_group_that_was_cut_short_are_read(tmp_path: P
     seen = train(tmp_path, resumable(13, batch_size=3, shuffle=False), 4, stop=2)
     seen += train(tmp_path, resumable(30, batch_size=3, shuffle=False), 4)
     assert seen == [*range(30)]
+
+
+class Repeated(Sampler[int]):
+    """The samples of an epoch several times, from any of them on."""
+
+    def __init__(self, samples: int, times: int) -> None:
+        self.entries, self.start = [*range(samples)] * times, 0
+
+    def __len__(self) -> int:
+        return len(self.entries) - self.start
+
+    def __iter__(self) -> Iterator[int]:
+        left, self.start = self.entries[self.start :], 0
+        return iter(left)
+
+
+class OwnSeekable(DataLoader[Tensor]):
+    """A user's loader that can seek in an order longer than its dataset, which may have no length."""
+
+    samples_per_round = 4
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(dataset, 4, sampler=Repeated(8, 3))
+
+    def seek(self, samples: int) -> None:
+        self.sampler.start = samples
+
+
+class WithoutLength(Dataset[Tensor]):
+    """Any index gives a sample."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize("dataset", [torch.arange(8), WithoutLength()], ids=["shorter", "no length"])
+def test_a_place_may_lie_behind_the_length_of_the_dataset(dataset: Any, tmp_path: Path) -> None:
+    """Where a loader of the user's own gives more samples in an epoch than its dataset has."""
+    seen = train(tmp_path, OwnSeekable(dataset), 1, to=4)
+    seen += train(tmp_path, OwnSeekable(dataset), 1)
+    assert seen == [*range(8)] * 3
 
 
 class Noisy(Dataset[Tensor]):

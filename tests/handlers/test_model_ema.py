@@ -221,6 +221,20 @@ def test_attached_after_a_run_it_begins_with_the_weights_of_the_next_one() -> No
 # --- in the place of the weights ---
 
 
+def test_its_state_is_not_given_beside_a_model_that_has_the_averages() -> None:
+    """Whoever stores both, as `torch.save` by hand or the checkpoint of another trainer, would lose the trained weights."""
+    ema = ModelEMA()
+    trainer = make(net())
+    ema.attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    with (
+        ema.swapped_in(),
+        pytest.raises(RuntimeError, match=r"state_dict\(\) was called inside swapped_in\(\) .*; save after it"),
+    ):
+        ema.state_dict()
+    assert ema.state_dict()["num_updates"] == trainer.state.num_steps
+
+
 @pytest.mark.parametrize("leave_out", [(), ("ModelEMA",)], ids=["saved", "left-out"])
 @pytest.mark.parametrize("evaluates", [True, False], ids=["evaluation", "swapped-in"])
 def test_no_checkpoint_has_the_average_for_the_weights(evaluates: bool, leave_out: tuple[str, ...], tmp_path: Path) -> None:

@@ -163,7 +163,8 @@ def test_a_narrow_terminal_leaves_out_what_does_not_fit(monkeypatch: pytest.Monk
     screen.show(text[0])
     rows = {row.rstrip() for rows in screen.history for row in rows}
     assert any(re.match(r"validation after update 2:  loss \S+  bits_per_byte \S+", row) for row in rows), rows
-    bars = [row for row in rows if "/120000" in row and "loss" in row]
+    # After one update no speed is known.
+    bars = [row for row in rows if "/120000" in row and " 1/120000" not in row and "loss" in row]
     assert bars
     assert [row for row in bars if not re.fullmatch(r"epoch  1/10 +0%\|.+\| \d/120000 \[.+ left\]", row) or " lr " in row] == []
 
@@ -226,24 +227,37 @@ def test_without_training_metrics_the_bar_counts_for_itself() -> None:
     """Speed since the run began, which was after update 2, and the time that the rest takes at that speed."""
     trainer, _, _ = make()
     progress = ProgressLog()
-    progress._begin, progress._started = 2, 100.0
+    progress._timed_from = 2, 100.0
     shown: list[str] = []
     trainer.add_event_handler(EVERY(once=6), lambda: shown.append(progress._postfix(trainer, now=108.0, room=80)))
     trainer.run(DATA, max_epochs=2)
     assert shown[0].endswith(", lr 0.05, 0.5 updates/s, 0:00:12 left")
 
 
-@pytest.mark.parametrize(("begin", "left"), [(2, "0:00:12"), (6, "0:00:48")], ids=["in-the-run", "in-its-first-update"])
-def test_the_time_that_is_left_is_that_of_this_update(begin: int, left: str) -> None:
-    """The bar counts it too where `TrainingMetrics` has published another one, some updates ago. Eight seconds have passed."""
+def test_the_time_that_is_left_is_that_of_this_update() -> None:
+    """It counts down from what `TrainingMetrics` has published: 100 seconds for ten updates, of which six are left."""
     trainer, _, _ = make()
-    progress = ProgressLog()
-    progress._begin, progress._started = begin, 100.0
-    trainer.add_event_handler(Events.STARTED, lambda: trainer.state.metrics.update(time_to_go=999.0))
-    shown: list[str] = []
-    trainer.add_event_handler(EVERY(once=6), lambda: shown.append(progress._postfix(trainer, now=108.0, room=80)))
+    progress, shown = ProgressLog(), list[str]()
+    progress._timed_from = 0, 100.0
+    trainer.add_event_handler(EVERY(once=2), lambda: trainer.state.metrics.update(time_to_go=100.0))
+    for update in (2, 6):
+        trainer.add_event_handler(EVERY(once=update), lambda: shown.append(progress._postfix(trainer, now=108.0, room=80)))
     trainer.run(DATA, max_epochs=2)
-    assert shown[0].endswith(f", {left} left")
+    assert [text.rpartition(", ")[2] for text in shown] == ["0:01:40 left", "0:01:00 left"]
+
+
+def test_a_slow_first_update_is_not_taken_for_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers start in it, and graphs are compiled: it takes a hundred seconds, and each other one."""
+    monkeypatch.setattr("ignite_train.handlers.progress._REFRESH_SECONDS", 0.0)
+    trainer, _, _ = make()
+    ProgressLog().attach(trainer)
+    clock = Clock(monkeypatch)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=1), clock.take, 99.0)
+    trainer.add_event_handler(Events.ITERATION_STARTED, clock.take, 1.0)
+    with terminal(monkeypatch, 100) as text:
+        trainer.run(DATA, max_epochs=2)
+    left = dict(re.findall(r"\b(\d+)/12 \[[^\]]*, (\S+) left\]", text[0]))
+    assert {number: left.get(number) for number in ("1", "2", "9")} == {"1": None, "2": "0:00:10", "9": "0:00:03"}
 
 
 @pytest.mark.parametrize("resumes", [True, False], ids=["resumed", "second-run"])
@@ -277,7 +291,7 @@ def test_the_bar_leaves_out_what_does_not_fit() -> None:
     """The learning rate first, then the speed and the time to go; the loss is the last."""
     trainer, _, _ = make()
     progress = ProgressLog()
-    progress._begin, progress._started = 2, 100.0
+    progress._timed_from = 2, 100.0
     shown: list[str] = []
     trainer.add_event_handler(
         EVERY(once=6), lambda: shown.extend(progress._postfix(trainer, now=108.0, room=room) for room in range(50, 0, -1))

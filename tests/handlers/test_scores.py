@@ -106,6 +106,18 @@ def test_an_evaluation_without_a_trainer_changes_nothing(num_ranks: int) -> None
 # --- the stages of an event ---
 
 
+def test_a_script_may_choose_another_evaluator_before_it_attaches() -> None:
+    """As a class of the user's does that sets the attribute itself."""
+    trainer, model = (scripted := Scripted([])).trainer, scripted.model
+    one, other = (create_evaluator(model, cuts.forward) for _ in range(2))
+    stopping = EarlyStopping(one, "loss", patience=1)
+    stopping.evaluator = other
+    stopping.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: other.run(DATA[:1]))
+    trainer.run(DATA, max_epochs=1)
+    assert (stopping.evaluator, stopping.state_dict()["latest_update"]) == (other, 1)
+
+
 def _noting(calls: list[Any], what: Any) -> Callable[[], None]:
     return lambda: calls.append(what)
 

@@ -433,6 +433,16 @@ def of_a_rank() -> tuple[Any, ...]:
     return *found, {*metrics}
 
 
+def test_no_run_publishes_the_slowest_rank_of_the_run_before() -> None:
+    """Its last interval travels when it ends, after the last event at which it could publish it."""
+    trainer, timer = make(), StepTimer()
+    timer.attach(trainer, Events.ITERATION_COMPLETED(every=4))
+    trainer.run(DATA, max_epochs=1)
+    timer.seconds_by_rank = {name: [1.0] for name in SECTIONS}
+    trainer.run(DATA, max_epochs=2)
+    assert "slowest_rank" not in trainer.state.metrics
+
+
 @pytest.mark.slow
 def test_the_slowest_rank_is_known() -> None:
     """On all ranks, from numbers that travel with the statistics: no collective but one at the end of the run."""
