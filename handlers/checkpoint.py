@@ -279,7 +279,7 @@ class Checkpoint(Handler):
             together(collectives.gather_objects, f"loading {found.path}", restore)
 
     def _names_in(self, found: BestCheckpoint, scored: Sequence[Mapping[str, Any]]) -> set[str]:
-        if not all(scored):  # what was attached last is not known
+        if not all(scored) and not self._run.leave_out:  # what was attached last is not known
             self._refuse_without_trainer("load_best")
         return names_in(found.path)
 

@@ -108,7 +108,7 @@ class ProgressLog(Handler):
         self._evaluators: list[Engine] = []
         self._measured: dict[str, float] = {}  # by an earlier run or process
         self._timed_from: tuple[int, float] | None = None  # the first update of this run, and when it was over
-        self._told = 0.0, 0.0  # the time to go that was published last, and that of each update
+        self._told = 0.0, 0, 0.0  # the time to go that was published last, of how many updates in all, and that of each
         self._latest: tuple[int, dict[str, float]] = (0, {})  # the update and the metrics of the latest line
         self._before_epoch: dict[str, float] = {}  # the trainer's metrics as its epoch began
 
@@ -176,7 +176,7 @@ class ProgressLog(Handler):
             place = {"epoch": state.epoch, "update": state.iteration, "total": total}
             self._print(json_line(place | grouped_metrics(metrics, self._left_out)))
         elif self._bar is None or not self._evaluators:
-            self._print(_line(_head(trainer, total), self._shown.parts(changed_numbers(metrics, self._measured))))
+            self._print(_line(_head(trainer, total), self._shown.parts(self._of_this_run(metrics))))
 
     def _metrics(self, trainer: Trainer) -> dict[str, float]:
         """The metrics of the trainer, and the losses and logs of those beside it under their names."""
@@ -188,6 +188,11 @@ class ProgressLog(Handler):
             metrics |= {f"{name}/{key}": value for key, value in own.items()}
         return metrics
 
+    def _of_this_run(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The metrics without those that an earlier run has measured, and this one not yet."""
+        self._measured = {name: value for name, value in self._measured.items() if metrics.get(name) == value}
+        return changed_numbers(metrics, self._measured)
+
     def _scores(self, trainer: Trainer) -> frozenset[str]:
         """The scores of the shown evaluators that handlers of the run follow."""
         found = scores_of(_handlers(trainer))
@@ -197,7 +202,7 @@ class ProgressLog(Handler):
 
     def _open(self, trainer: Trainer) -> None:
         state, self._started = trainer.state, time.perf_counter()
-        self._timed_from, self._told = None, (0.0, 0.0)
+        self._timed_from, self._told = None, (0.0, 0, 0.0)
         self._begin, self._steps_before = state.iteration, state.num_steps
         self._shown.scores = self._scores(trainer)
         metrics = single_metrics(state.metrics, self._left_out)
@@ -250,7 +255,7 @@ class ProgressLog(Handler):
 
     def _postfix(self, trainer: Trainer, now: float, room: float) -> str:
         """The text behind the bar, cut to `room` columns."""
-        state, metrics = trainer.state, changed_numbers(self._metrics(trainer), self._measured)
+        state, metrics = trainer.state, self._of_this_run(self._metrics(trainer))
         losses = [name for name in ("loss", *sorted(self._shown.losses)) if name in metrics]
         parts = {name: (index, f"{name} {metrics[name]:.4g}") for index, name in enumerate(losses)}
         if state.update_output is not None and state.update_output.learning_rates:
@@ -261,11 +266,12 @@ class ProgressLog(Handler):
         elif seconds:
             parts["speed"] = (2, f"{1 / seconds:.3g} updates/s")
         if (total := trainer.expected_updates) is not None:
-            left, told = total - state.iteration, metrics.get("time_to_go")
-            if told is not None and told != self._told[0]:
-                self._told = told, told / max(left, 1)
-            if seconds := seconds if told is None else self._told[1]:
-                parts["time_to_go"] = (1, f"{_clock(left * seconds)} left")
+            left, told = total - state.iteration, metrics.get("time_to_go", 0.0)
+            if told not in (0.0, self._told[0]):
+                self._told = told, total, told / max(left, 1)
+            each = self._told[2] if self._told[:2] == (told, total) else seconds
+            if each or not left:
+                parts["time_to_go"] = (1, f"{_clock(left * each)} left")
         return ", ".join(_fitting(parts, room))
 
     def _seconds_an_update(self, update: int, now: float) -> float:

@@ -29,7 +29,8 @@ __all__ = [
     "length_of",
 ]
 
-KNOWN = ("torch", "torchdata", "ignite", "ignite_train", "builtins")  # packages whose samplers take orders from generators
+# Packages whose samplers take their orders from generators, or draw nothing.
+KNOWN = ("torch", "torchdata", "ignite", "ignite_train", "builtins", "numpy")
 _DRAWN = "order drawn from"
 _MAX_ENTRIES = 100_000  # of a list that is hashed
 
@@ -197,9 +198,8 @@ def _describe_batches(loader: DataLoader[Any]) -> dict[str, Any]:
     if loader.batch_size is None and loader.batch_sampler is not None:
         batch_sampler: Any = loader.batch_sampler
         described["batch_sampler"] = type(batch_sampler).__name__
-        dealer = loader.dealt_by if isinstance(loader, ResumableLoader) else batch_sampler
-        if isinstance(dealer, TokenBudgetSampler):
-            return described | dealer.describe()
+        if isinstance(dealt_by := _dealt_by(loader), TokenBudgetSampler):
+            return described | dealt_by.describe()
         if not cuts_batches(batch_sampler):
             return described
         sampler = batch_sampler.sampler

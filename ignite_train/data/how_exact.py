@@ -124,9 +124,9 @@ def _note_of_reading(loader: Iterable[Any]) -> str:
 
 
 def _may_draw_while_read(loader: Iterable[Any]) -> bool:
-    """Whether a generator of the user's own gives the order, and may draw it between the draws of forward."""
+    """Whether a loader or sampler of the user's own gives the order, and may draw it between the draws of forward."""
     own = (one for one in (loader, *samplers_of(loader)) if _package(one) not in KNOWN and not isinstance(one, HasEpoch))
-    return any(isgeneratorfunction(type(one).__iter__) and not generators_within(one) for one in own)
+    return any(not generators_within(one) for one in own)
 
 
 def _note_of_state(loader: Iterable[Any]) -> str:

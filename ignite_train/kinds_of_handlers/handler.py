@@ -206,10 +206,14 @@ class PiggybackHandler(Handler, Piggyback):
         """The trainer to which it was attached last, which may not be gone yet."""
         return self._trainer()  # type: ignore[return-value]
 
+    @trainer.setter
+    def trainer(self, trainer: Trainer) -> None:
+        self._trainer = weakref.ref(trainer)  # which has this handler
+
     def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
         """Calls the handler at `event`, before other handlers there. It must fire in the same updates on all ranks."""
         trainer.replace_default(self)
-        self._trainer = weakref.ref(trainer)  # which has this handler
+        self.trainer = trainer
         if collectives.world_size() > 1 and self not in trainer.piggybacks:
             trainer.piggybacks.append(self)
             # In the order of attaching, as `verify_ranks` and the updates do: the first finding is the closest to the cause.

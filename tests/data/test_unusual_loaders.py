@@ -675,6 +675,30 @@ def test_seeds_of_many_bits_are_taken(seed: int) -> None:
     assert [int(one) for one in next(iter(loader))] == orders[0]
 
 
+class OnlyIndexed:
+    """A sampler by its items alone, which `iter` takes."""
+
+    def __getitem__(self, index: int) -> int:
+        return [2, 0, 1, 3][index]
+
+
+class Late(OnlyIndexed):
+    """A sampler that may draw when it is asked for the next sample."""
+
+    def __iter__(self) -> Iterator[int]:
+        return self._samples()
+
+    def _samples(self) -> Iterator[int]:
+        yield from range(4)
+
+
+@pytest.mark.parametrize(("sampler", "may_draw"), [(OnlyIndexed(), True), (Late(), True), (np.arange(4), False), (None, False)])
+def test_a_note_names_samplers_that_may_draw_while_they_are_read(sampler: Any, may_draw: bool) -> None:
+    """Those of the user's own without a generator; when they draw cannot be seen."""
+    _, note = how_exact(DataLoader(torch.arange(4), 2, sampler=sampler))
+    assert ("draws its order while it is read" in note) == may_draw
+
+
 def test_workers_that_give_what_is_ready_first_have_no_place_to_resume_at() -> None:
     with pytest.raises(ValueError, match="in_order must be left out of a ResumableLoader"):
         ResumableLoader(torch.arange(8), 2, shuffle=True, num_workers=2, in_order=False)

@@ -246,6 +246,22 @@ def test_the_time_that_is_left_is_that_of_this_update() -> None:
     assert [text.rpartition(", ")[2] for text in shown] == ["0:01:40 left", "0:01:00 left"]
 
 
+def test_what_was_left_of_fewer_updates_is_not_shown_of_more() -> None:
+    """A run is made longer at its end; until the next interval is over, the mean of the run counts: half an update a second."""
+    trainer, _, _ = make()
+    progress, shown = ProgressLog(), list[str]()
+    progress._timed_from = 2, 100.0
+    trainer.add_event_handler(EVERY(once=6), lambda: trainer.state.metrics.update(time_to_go=0.0))
+    for update in (6, 7):
+        now = 100.0 + 2 * (update - 2)
+        trainer.add_event_handler(
+            EVERY(once=update), lambda now: shown.append(progress._postfix(trainer, now=now, room=80)), now
+        )
+    trainer.add_event_handler(Events.EPOCH_COMPLETED(once=1), lambda: setattr(trainer.state, "max_epochs", 3))
+    trainer.run(DATA, max_epochs=1)
+    assert [text.rpartition(", ")[2] for text in shown] == ["0:00:00 left", "0:00:22 left"]
+
+
 def test_a_slow_first_update_is_not_taken_for_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers start in it, and graphs are compiled: it takes a hundred seconds, and each other one."""
     monkeypatch.setattr("ignite_train.handlers.progress._REFRESH_SECONDS", 0.0)
@@ -283,6 +299,7 @@ def test_what_an_earlier_run_has_measured_is_not_shown_as_of_this_one(
     second.run(DATA, max_iters=12)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
     assert ["samples/s" in text for text in (*shown, lines[0], lines[4])] == [False, True, False, True]
+    assert ["left" in line for line in (lines[0], lines[-1])] == [False, True]
     assert not any("is slow" in line for line in lines)
     assert "speed/slowest_rank" in json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
 

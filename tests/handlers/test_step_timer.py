@@ -433,6 +433,22 @@ def of_a_rank() -> tuple[Any, ...]:
     return *found, {*metrics}
 
 
+def test_a_derived_class_may_set_the_trainer_itself() -> None:
+    """As one whose `__init__` takes it, or that has an `attach` of its own."""
+
+    class Mine(StepTimer):
+        def __init__(self, trainer: Trainer) -> None:
+            super().__init__()
+            self.trainer = trainer
+
+    trainer = make()
+    timer = Mine(trainer)
+    assert timer.trainer is trainer
+    timer.attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    assert timer.trainer is trainer
+
+
 def test_no_run_publishes_the_slowest_rank_of_the_run_before() -> None:
     """Its last interval travels when it ends, after the last event at which it could publish it."""
     trainer, timer = make(), StepTimer()
