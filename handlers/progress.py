@@ -189,7 +189,7 @@ class ProgressLog(Handler):
         return metrics
 
     def _of_this_run(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The metrics without those that an earlier run has measured, and this one not yet."""
+        """The metrics without the figures that an earlier run has measured, and this one not yet."""
         self._measured = {name: value for name, value in self._measured.items() if metrics.get(name) == value}
         return changed_numbers(metrics, self._measured)
 

@@ -694,7 +694,7 @@ class Late(OnlyIndexed):
 
 @pytest.mark.parametrize(("sampler", "may_draw"), [(OnlyIndexed(), True), (Late(), True), (np.arange(4), False), (None, False)])
 def test_a_note_names_samplers_that_may_draw_while_they_are_read(sampler: Any, may_draw: bool) -> None:
-    """Those of the user's own without a generator; when they draw cannot be seen."""
+    """A sampler of the user's own without a generator is named, since it cannot be seen when it draws."""
     _, note = how_exact(DataLoader(torch.arange(4), 2, sampler=sampler))
     assert ("draws its order while it is read" in note) == may_draw
 

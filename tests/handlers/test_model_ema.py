@@ -222,7 +222,7 @@ def test_attached_after_a_run_it_begins_with_the_weights_of_the_next_one() -> No
 
 
 def test_its_state_is_not_given_beside_a_model_that_has_the_averages() -> None:
-    """Whoever stores both, as `torch.save` by hand or the checkpoint of another trainer, would lose the trained weights."""
+    """A script that stores both, by `torch.save` or the checkpoint of another trainer, would lose the trained weights."""
     ema = ModelEMA()
     trainer = make(net())
     ema.attach(trainer)

@@ -107,7 +107,7 @@ def test_an_evaluation_without_a_trainer_changes_nothing(num_ranks: int) -> None
 
 
 def test_a_script_may_choose_another_evaluator_before_it_attaches() -> None:
-    """As a class of the user's does that sets the attribute itself."""
+    """A class of the user's may set the attribute itself."""
     trainer, model = (scripted := Scripted([])).trainer, scripted.model
     one, other = (create_evaluator(model, cuts.forward) for _ in range(2))
     stopping = EarlyStopping(one, "loss", patience=1)

@@ -434,7 +434,7 @@ def of_a_rank() -> tuple[Any, ...]:
 
 
 def test_a_derived_class_may_set_the_trainer_itself() -> None:
-    """As one whose `__init__` takes it, or that has an `attach` of its own."""
+    """Its `__init__` may take the trainer, or it has an `attach` of its own."""
 
     class Mine(StepTimer):
         def __init__(self, trainer: Trainer) -> None:
