@@ -18,7 +18,6 @@ from ignite_train.model.random_state import generators_within
 
 __all__ = [
     "DRAWS_NOTHING",
-    "KNOWN",
     "DealtOrder",
     "Pipeline",
     "Seekable",
@@ -26,11 +25,12 @@ __all__ = [
     "changes",
     "dealt_order",
     "describe_data",
+    "is_of_user",
     "length_of",
 ]
 
 # Packages whose samplers take their orders from generators, or draw nothing.
-KNOWN = ("torch", "torchdata", "ignite", "ignite_train", "builtins", "numpy")
+_KNOWN = ("torch", "torchdata", "ignite", "ignite_train", "builtins", "numpy")
 _DRAWN = "order drawn from"
 _MAX_ENTRIES = 100_000  # of a list that is hashed
 
@@ -153,10 +153,15 @@ def attributes_of_samplers(loader: Iterable[Any]) -> dict[str, Any]:
     found = {
         f"{type(sampler).__name__}.{name}": _short(value)
         for sampler in samplers_of(loader)
-        if type(sampler).__module__.partition(".")[0] not in KNOWN and not isinstance(sampler, HasEpoch)
+        if is_of_user(sampler)
         for name, value in _variables(sampler).items()
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def is_of_user(one: object) -> bool:
+    """Whether a loader or sampler is of a class of the user's, and is not told the epoch, on which its order could depend."""
+    return type(one).__module__.partition(".")[0] not in _KNOWN and not isinstance(one, HasEpoch)
 
 
 def _variables(sampler: Any) -> Mapping[str, Any]:

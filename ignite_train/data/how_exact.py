@@ -15,7 +15,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ignite_train.data.description import DRAWS_NOTHING, KNOWN, Pipeline, Seekable, length_of
+from ignite_train.data.description import DRAWS_NOTHING, Pipeline, Seekable, is_of_user, length_of
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.data.samplers import HasEpoch, inner_loaders, samplers_of
 from ignite_train.engine.attachable import Stateful
@@ -125,8 +125,7 @@ def _note_of_reading(loader: Iterable[Any]) -> str:
 
 def _may_draw_while_read(loader: Iterable[Any]) -> bool:
     """Whether a loader or sampler of the user's own gives the order, and may draw it between the draws of forward."""
-    own = (one for one in (loader, *samplers_of(loader)) if _package(one) not in KNOWN and not isinstance(one, HasEpoch))
-    return any(not generators_within(one) for one in own)
+    return any(is_of_user(one) and not generators_within(one) for one in (loader, *samplers_of(loader)))
 
 
 def _note_of_state(loader: Iterable[Any]) -> str:

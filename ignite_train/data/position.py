@@ -125,7 +125,7 @@ class DataPosition:
             self._go_to(saved)
         else:
             self._go_to_the_start(saved)
-        self._warn_of_changed_samplers((self.reads_past and self._opening) or saved)
+        self._warn_of_changed_samplers(saved.get("opening", saved) if self.reads_past else saved)
         if not self._opening:
             self._opening = {**self._before, "own": self._own_generators(), "samplers": attributes_of_samplers(self._loader)}
 

@@ -78,7 +78,7 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
     if not isinstance(metric, Metric):
         raise TypeError(f"metric must be a metric of Ignite, got {describe(metric)}")
     if not isinstance(name, str) or is_taken(name):
-        raise ValueError(f"name must be a string that handlers do not publish a metric under, got {name!r}")
+        raise ValueError(f"name must be a string that handlers do not publish a metric under, got {name!r}; choose another")
     held = _MetricOfTraining(metric, name)
     feed = _feed_of(trainer, name)
     metric.attach(feed.engine, name)

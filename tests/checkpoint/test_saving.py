@@ -331,7 +331,7 @@ def breaks_off(directory: Path, disk: Disk) -> CheckpointWriter:
 
 
 def test_a_run_that_breaks_off_says_what_is_known_of_its_last_save(tmp_path, monkeypatch, caplog):
-    """The log says that the save has failed, or that it takes long, or nothing where it was written."""
+    """The log says that the save has failed, or that it takes long. Where it was written, the log is empty."""
     breaks_off(tmp_path / "quick", QuickDisk())
     assert names(tmp_path / "quick") == ["update-00000001"]
     assert not caplog.messages
